@@ -42,121 +42,121 @@ _WEIGHING = ("algorithm.loss", *(name for name, traits in LOSSES.items() if trai
 
 
 class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
-    """[algorithm]: advantages, loss and off-policy correction. A preset sets them below every file."""
+    """[algorithm]: advantages, loss and off-policy correction. A preset gives defaults below all files."""
 
     preset: Presets = option("grpo", "Named set of the values below.")
 
     advantage: str = option(
         "grpo",
-        f"Advantage estimator: {', '.join(ADVANTAGES)}, or your own function (module:function or"
-        " path.py:function) of rewards [N] and group ids [N] to advantages [N].",
+        f"Advantage estimator: {', '.join(ADVANTAGES)}, or a custom function (module:function or"
+        " path.py:function) from rewards [N] and group ids [N] to advantages [N].",
         entry_points="advantages",
     )
     advantage_std: Literal["sample", "population", "batch", "none"] = option(
         "sample",
-        "Standard deviation that advantages are divided by.",
+        "Standard deviation that divides the advantages.",
         only_if=_WITH_STD,
     )
     advantage_counts: Literal["", "rollouts", "tokens"] = option(
         "",
-        "What statistics over the batch count once: rollouts, or loss tokens. Empty: as the estimator's paper (gdpo"
-        " rollouts, reinforce_plus_plus and its baseline variant tokens).",
+        "Unit of statistics over the batch: rollouts, or loss tokens. Empty: as in the estimator's paper (gdpo:"
+        " rollouts; reinforce_plus_plus and its baseline variant: tokens).",
         only_if=_WITH_COUNTS,
     )
-    passk: int = option(2, "k of the pass@k that is optimised.", ge=2, only_if=_WITH_K)
+    passk: int = option(2, "k of the optimized pass@k.", ge=2, only_if=_WITH_K)
     passk_std: Literal["none", "sample"] = option(
-        "none", "Standard deviation of the group that advantages of pass@k are divided by.", only_if=_WITH_K
+        "none", "Standard deviation of the group that divides advantages of pass@k.", only_if=_WITH_K
     )
     reward_weights: dict[str, Any] = option(
         {},
-        "Weight of each reward, by name: score, or another entry of what the"
-        " reward function returned. Empty: score alone.",
+        "Weights of the rewards, by name: score, or another entry of the reward function's result. Empty: score alone.",
         only_if=_WITH_SEVERAL,
     )
-    gamma: float = option(1.0, "Discount of a token.", gt=0, le=1, only_if=_WITH_GAMMA)
-    gae_lambda: float = option(1.0, "Decay of the temporal differences.", ge=0, le=1, only_if=_WITH_CRITIC)
+    gamma: float = option(1.0, "Discount per token.", gt=0, le=1, only_if=_WITH_GAMMA)
+    gae_lambda: float = option(1.0, "Lambda of generalized advantage estimation.", ge=0, le=1, only_if=_WITH_CRITIC)
 
     after_scoring: str = option(
         "",
-        "Your own function (module:function or path.py:function) of the batch's rollouts and their"
-        " advantages [N], which it may change in place or replace by returning others.",
+        "Custom function (module:function or path.py:function) of the batch's rollouts and their advantages [N]. It"
+        " changes the advantages in place, or returns new ones.",
         entry_points="after_scoring",
     )
 
     loss: str = option(
         "clip",
-        f"Policy loss: {', '.join(LOSSES)}, or your own function (module:function or path.py:function),"
+        f"Policy loss: {', '.join(LOSSES)}, or a custom function (module:function or path.py:function),"
         " called as those of algorithms/loss.py are.",
         entry_points="losses",
     )
     clip_low: float = option(
         0.2,
-        "Lower clip of the current/proximal ratio: 1 - clip_low (other losses bound something else).",
+        "Lower clip of the current/proximal ratio: 1 - clip_low. Some losses bound another quantity"
+        " (docs/algorithms.md).",
         ge=0,
         only_if=_BOUNDED,
     )
     clip_high: float = option(
         0.2,
-        "Upper clip of the current/proximal ratio: 1 + clip_high (other losses bound something else).",
+        "Upper clip of the current/proximal ratio: 1 + clip_high. Some losses bound another quantity"
+        " (docs/algorithms.md).",
         gt=0,
         only_if=_BOUNDED,
     )
     dual_clip: float = option(
-        0.0, "Bound of the ratio where the advantage is negative (3, say); 0 = off.", ge=0, only_if=_DUAL_CLIPPED
+        0.0, "Bound of the ratio where the advantage is negative, for example 3; 0 = off.", ge=0, only_if=_DUAL_CLIPPED
     )
     loss_options: dict[str, Any] = option({}, "Further options of the loss, by name (docs/algorithms.md).")
-    aggregation: Aggregation = option("token-mean", "How per-token losses become one number.")
+    aggregation: Aggregation = option("token-mean", "Reduction of per-token losses to a scalar.")
     aggregation_norm: float = option(
         0.0,
-        "What seq-mean-token-sum-norm divides by; 0 = rollout.max_new_tokens.",
+        "Divisor of seq-mean-token-sum-norm; 0 = rollout.max_new_tokens.",
         ge=0,
         only_if=("algorithm.aggregation", "seq-mean-token-sum-norm"),
     )
     entropy_coef: float = option(0.0, "Weight of the entropy bonus; 0 = off.", ge=0)
     top_entropy_share: float = option(
         1.0,
-        "The share of a minibatch's tokens whose policy loss counts: those of highest entropy at the start of the step;"
-        " 1 = all.",
+        "Share of a minibatch's tokens that enter the policy loss: those of highest entropy at the start of the"
+        " step; 1 = all.",
         gt=0,
         le=1,
     )
 
     proximal: Literal["step_start", "behavior", "interpolated", "snapshot"] = option(
         "step_start",
-        "Proximal log-probs, which the current ones are clipped against. step_start: under the weights at"
-        " the start of the step. behavior: those the engine sampled with. interpolated: between behavior and"
-        " current, by staleness, without a forward pass. snapshot: under the kept weights of the version that sampled"
-        " the token. Not with loss = reinforce, which has no ratio to clip.",
+        "Policy of the proximal log-probs in the clipped ratio. step_start: the weights at the start of the step."
+        " behavior: the policy that sampled. interpolated: between behavior and current, by staleness, without a"
+        " forward pass. snapshot: the stored weights of the version that sampled the token. No effect with loss ="
+        " reinforce, which has no ratio.",
     )
     correction: Correction = option(
         "token_truncate",
-        "Importance weight proximal/behavior (current/behavior with loss = reinforce) on every token:"
-        " truncated at, or masked above, correction_cap; of the token, the sequence, or a sequence's part of one policy"
-        " version.",
+        "Importance weight proximal/behavior (current/behavior with loss = reinforce), truncated at or masked above"
+        " correction_cap; per token, per sequence, or per segment of one policy version.",
     )
     correction_cap: float = option(2.0, "Cap of the importance weight.", gt=1)
     correction_normalize: bool = option(
         False,
-        "Divide the importance weights by their mean over the step's tokens (sequences, with sequence_truncate and"
-        " sequence_mask), at the weights of its start.",
+        "Divide the importance weights by their mean over the step's tokens (sequence_truncate and sequence_mask:"
+        " over its sequences), computed under the weights at the start of the step.",
     )
     correction_floor: Annotated[float, Field(ge=0, lt=1)] = option(
         0.0, "Floor of the importance weight; 0 = none.", unless=_WEIGHING
     )
     allow_uncorrected: bool = option(
         False,
-        "Permit stale rollouts, truncated sampling, or several updates a step though the loss has no"
-        " ratio to the policy that sampled, or though that is not known of your own loss.",
+        "Allow stale rollouts, truncated sampling, or several updates per step although the loss has no ratio to the"
+        " sampling policy, or a custom loss does not declare one.",
     )
     rejection: dict[str, Any] = option(
         {},
-        "Leave tokens or sequences out of the step, as if they were context, by estimates (k1, k2, k3) of how far the"
-        " policy at its start is from the one that sampled: the largest that is kept, by name, { sequence_mean_k3 ="
-        " 0.01, token_k1 = [-0.1, 0.2] } for instance (of k1 also the lowest). All have to hold.",
+        "Mask tokens or sequences by estimates (k1, k2, k3) of the divergence between the policy at the start of the"
+        " step and the sampling policy: upper bounds by name, for example { sequence_mean_k3 = 0.01, token_k1 ="
+        " [-0.1, 0.2] } (k1 may have a lower bound). All bounds apply.",
     )
     off_policy_mask_above: float = option(
         math.inf,
-        "Leave out sequences with a negative advantage whose mean log behavior/current is above this; inf = off.",
+        "Mask sequences with a negative advantage whose mean log(behavior/current) is above this; inf = off.",
         ge=0,
         unlimited=True,
     )
@@ -167,9 +167,9 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
     kl_coef: float = option(0.0, "Weight of the KL to the reference policy; 0 = off.", ge=0)
     kl_in: Literal["loss", "reward", "both"] = option(
         "loss",
-        "loss: added to the loss of every token. reward: taken off the rewards, before algorithm.advantage; of the"
-        " policy at the start of the step. both: kl_coef and kl_kind are those of the loss, kl_reward_coef and"
-        " kl_reward_kind those of the reward.",
+        "loss: add the KL to the loss of every token. reward: subtract it from the rewards before the advantages,"
+        " under the policy at the start of the step. both: kl_coef and kl_kind apply to the loss, kl_reward_coef and"
+        " kl_reward_kind to the reward.",
         only_if=_WITH_KL,
     )
     kl_reward_coef: float = option(
@@ -180,45 +180,46 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
     )
     kl_kind: Literal["", "k1", "abs", "k2", "k3", "k1+", "k3+"] = option(
         "",
-        "Estimator of that KL; with +: its value, and the gradient of k2. k1 in the loss with kl_bias_correction only:"
-        " its gradient is 0 on average. Empty: k3 in the loss, k1 in the reward.",
+        "Estimator of the KL; with +: its value, with the gradient of k2. k1 in the loss needs kl_bias_correction,"
+        " as its expected gradient is 0. Empty: k3 in the loss, k1 in the reward.",
         only_if=_WITH_KL,
     )
     kl_max: float = option(
-        0.0, "Bound of a token's k3 from above, beyond which it has no gradient (verl: 10); 0 = none.", ge=0,
+        0.0, "Upper bound of a token's k3, without a gradient beyond it (verl: 10); 0 = none.", ge=0,
         only_if=_WITH_KL, unless=("algorithm.kl_bias_correction", True),
     )  # fmt: skip
     kl_bias_correction: bool = option(
         False,
-        "Multiply that KL by the current/behavior ratio, which makes its gradient unbiased.",
+        "Multiply the KL by the current/behavior ratio, which makes its gradient unbiased.",
         only_if=[_WITH_KL, ("algorithm.kl_in", "loss", "both")],
     )
     kl_target: float = option(
         0.0,
-        "Mean KL of a token that the coefficient of the KL in the reward is steered to, from its value on (Ziegler et"
-        " al. 2019); 0 = it is fixed.",
+        "Target of the mean KL per token. An adaptive controller changes the coefficient of the KL in the reward,"
+        " starting from its configured value (Ziegler et al. 2019); 0 = fixed coefficient.",
         ge=0,
         only_if=[_WITH_KL, ("algorithm.kl_in", "reward", "both")],
     )
     kl_horizon: int = option(
         10_000,
-        "Rollouts in which a KL at 1.2 times kl_target, or above, raises the coefficient by a fifth.",
+        "Horizon of the adaptive controller: number of rollouts in which a KL of at least 1.2 times kl_target raises"
+        " the coefficient by a fifth.",
         ge=1,
         only_if=("algorithm.kl_target",),
     )
     reference_path: str = option(
         "",
-        "The model whose weights are the reference (as model.path), of the policy's architecture and vocabulary."
-        " Empty: the weights that the run begins with.",
+        "Reference model (as model.path), with the policy's architecture and vocabulary. Empty: the initial weights"
+        " of the run.",
         only_if=_WITH_KL,
     )
     reference_refresh_steps: int = option(
-        0, "Steps after which the reference takes the policy's weights in, every time; 0 = never.", ge=0,
+        0, "Steps between updates of the reference from the policy; 0 = never.", ge=0,
         only_if=_WITH_KL,
     )  # fmt: skip
     reference_mixup: float = option(
         1.0,
-        "Share of the policy's weights in the refreshed reference; the rest is what it was (TR-DPO: 0.6).",
+        "Share of the policy's weights in an updated reference (TR-DPO: 0.6).",
         gt=0,
         le=1,
         only_if=("algorithm.reference_refresh_steps",),

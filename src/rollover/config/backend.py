@@ -21,41 +21,35 @@ _RANKS = ("backend.type", "ranks")
 
 
 class BackendConfig(Table):
-    """[backend]: what holds the weights and trains them (docs/backends.md)."""
+    """[backend]: the component that holds and trains the weights (docs/backends.md)."""
 
     type: str = option(
         "local",
-        "local: this process. ranks: several processes, over which weights, gradients and optimizer are spread (FSDP2)."
-        " tinker: a Tinker-compatible service trains adapters and samples; its key is read from the environment"
-        " (TINKER_API_KEY). Or your own function (module:function or path.py:function), which makes a trainer's"
-        " backend.",
+        "local: this process. ranks: several processes that shard weights, gradients and optimizer (FSDP2). tinker:"
+        " a Tinker-compatible service that trains adapters and samples; its key comes from TINKER_API_KEY. Or a"
+        " custom function (module:function or path.py:function) that makes a backend.",
         entry_points="backends",
     )
-    num_ranks: int = option(
-        2, "Processes that train together; with CUDA each has a GPU of its own.", ge=1, only_if=_RANKS
-    )
+    num_ranks: int = option(2, "Number of ranks; with CUDA each uses its own GPU.", ge=1, only_if=_RANKS)
     rank_timeout_s: float = option(
         600.0,
-        "A rank for which the others wait longer than this is taken for dead. Above the time of the longest"
-        " micro-batch.",
+        "Time after which a rank that the others wait for counts as failed. Must exceed the longest micro-batch.",
         gt=0,
         only_if=_RANKS,
     )
     base_model: str = option(
         "",
-        "The model's name at the service; empty = model.path, which has the same tokenizer and configuration.",
+        "Name of the model at the service; empty = model.path, which must have the same tokenizer and configuration.",
         only_if=_TINKER,
     )
-    url: str = option("", "Address of the service; empty = TINKER_BASE_URL, or the SDK's.", only_if=_TINKER)
+    url: str = option("", "Address of the service; empty = TINKER_BASE_URL, or the SDK's default.", only_if=_TINKER)
     chunk_tokens: int = option(
         256,
-        "Tokens of a rollout that one call of the service samples: when it is interrupted, at most so many are lost.",
+        "Maximum number of tokens sampled per call of the service. An interruption loses at most this many.",
         ge=1,
         only_if=_TINKER,
     )
-    timeout_s: float = option(
-        600.0, "A call of the service that is not answered within this time has failed.", gt=0, only_if=_TINKER
-    )
+    timeout_s: float = option(600.0, "Time limit of a call of the service.", gt=0, only_if=_TINKER)
 
 
 def is_tinker(config: Any) -> bool:

@@ -13,40 +13,38 @@ _SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 
 
 class ClusterConfig(Table):
-    """[cluster]: on which machines a run's processes are, and what it does about those that are lost
-    (docs/cluster.md)."""
+    """[cluster]: placement of a run's processes on machines, and restarts after failures (docs/cluster.md)."""
 
     type: str = option(
         "none",
-        "none: every process of the run is on this machine. ray: Ray puts servers, ranks and reward pools on nodes"
-        " (`rollover train ... --dry-run` says where). Or your own function (module:function or path.py:function),"
-        " which makes a cluster.",
+        "none: all processes run on this machine. ray: Ray places servers, ranks and reward pools on nodes"
+        " (`rollover train ... --dry-run` prints where). Or a custom function (module:function or path.py:function)"
+        " that makes a cluster.",
         entry_points="clusters",
     )
     address: str = option(
         "",
-        "Of the Ray cluster that the run joins (host:port of its head); empty = a Ray of this machine alone, which the"
-        " run starts and ends.",
+        "Address (host:port) of the head of a Ray cluster; empty = a local Ray cluster that the run starts and stops.",
         only_if=_RAY,
     )
-    num_nodes: int = option(1, "Nodes, the one that the command runs on among them.", ge=1, only_if=_NODES)
-    gpus_per_node: int = option(0, "GPUs of each node; 0 = everything computes on CPUs.", ge=0, only_if=_NODES)
-    cpus_per_node: int = option(0, "CPU cores of each node; 0 = as many as this machine has.", ge=0, only_if=_NODES)
+    num_nodes: int = option(1, "Number of nodes, including the one that runs the command.", ge=1, only_if=_NODES)
+    gpus_per_node: int = option(0, "GPUs per node; 0 = CPUs only.", ge=0, only_if=_NODES)
+    cpus_per_node: int = option(0, "CPU cores per node; 0 = as many as this machine has.", ge=0, only_if=_NODES)
     gpus_per_server: int = option(
         1,
-        "GPUs over which vLLM splits each server's model (its --tensor-parallel-size), all of one node.",
+        "GPUs per server (vLLM's --tensor-parallel-size), all on one node.",
         ge=1,
         only_if=[_NODES, ("engine.server", "vllm")],
     )
     colocate: bool = option(
         False,
-        "Servers and trainer have the same GPUs in turns: when a step has its groups, what is unfinished is interrupted"
-        " and the servers sleep (their GPU memory is free) until the step is trained; new weights wake them.",
+        "Servers and trainer share GPUs: when a step has its groups, rollouts in flight are interrupted and the"
+        " servers sleep (releasing GPU memory) until the step is trained; a weight sync wakes them.",
         only_if=("engine.num_servers",),
     )
     cpus_per_process: int = option(
         0,
-        "CPU cores that a server or a rank without a GPU takes of its node; 0 = they are not counted.",
+        "CPU cores reserved per server or rank without a GPU; 0 = none reserved.",
         ge=0,
         only_if=_NODES,
     )
@@ -55,9 +53,9 @@ class ClusterConfig(Table):
     )
     max_restarts: int = option(
         3,
-        "Where the trainer's backend is lost, the run goes on from its newest checkpoint and journal, with the same"
-        " engines and reward workers; so often without a step in between, then it ends, and --resume goes on. 0 ="
-        " the first loss ends it.",
+        "Maximum number of consecutive failures of the trainer's backend without a step in between. The run restarts"
+        " from its newest checkpoint and journal with the same engines and reward workers; beyond the limit it ends"
+        " and can be resumed. 0 = end at the first failure.",
         ge=0,
     )
 

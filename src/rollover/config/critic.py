@@ -9,21 +9,23 @@ POLICY: Literal["policy"] = "policy"
 
 
 class CriticConfig(Table):
-    """[critic]: the values of PPO, learned on the policy's minibatches."""
+    """[critic]: the value function of PPO, trained on the policy's minibatches."""
 
     only_if = with_estimator(lambda traits: traits.critic)
 
     model: str = option(
         "",
-        "Empty: a linear value head on the policy's own hidden states, which it does not change. policy: a model of its"
-        " own, which begins with the weights of model.path. Or another model (as model.path), with the policy's"
+        "Empty: a linear value head on the policy's hidden states, without a gradient into the policy. policy: a"
+        " separate model, initialized from model.path. Or another model (as model.path), with the policy's"
         " vocabulary.",
     )
     learning_rate: float = option(
-        1e-5, "Peak learning rate of AdamW for the weights of a model of its own.", gt=0, only_if=("critic.model",)
+        1e-5, "Peak learning rate (AdamW) of a separate critic model.", gt=0, only_if=("critic.model",)
     )
-    head_learning_rate: float = option(1e-3, "Peak learning rate of AdamW for the value head, which begins at 0.", gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = option("constant", "Learning rates after warm-up.")
+    head_learning_rate: float = option(
+        1e-3, "Peak learning rate (AdamW) of the value head, which is initialized with 0.", gt=0
+    )
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", "Learning rate schedule after warm-up.")
     warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", ge=0)
     min_lr_ratio: float = option(
         0.0,
@@ -33,15 +35,13 @@ class CriticConfig(Table):
         only_if=("critic.schedule", "linear", "cosine"),
     )
     weight_decay: float = option(0.0, "AdamW weight decay (matrices only).", ge=0)
-    max_grad_norm: float = option(1.0, "Clip the norm of the gradient of head and model together; 0 = off.", ge=0)
-    value_clip: float = option(0.2, "Clip of the change of a value in one step; 0 = the plain squared error.", ge=0)
-    policy_waits_steps: int = option(
-        0, "Training steps at the start in which the critic alone learns, and the policy waits.", ge=0
-    )
+    max_grad_norm: float = option(1.0, "Clip the joint gradient norm of head and model; 0 = off.", ge=0)
+    value_clip: float = option(0.2, "Clip of the change of a value in one step; 0 = plain squared error.", ge=0)
+    policy_waits_steps: int = option(0, "Initial training steps that train only the critic.", ge=0)
     bootstrap_truncated: bool = option(
         False,
-        "An answer that was cut at the token limit goes on for the critic: the value after its last token counts as"
-        " what would have come. Off: nothing comes after it.",
+        "Bootstrap answers that were truncated at the token limit: the value after the last token replaces the"
+        " missing return. Off: the return ends there.",
     )
 
 

@@ -11,50 +11,49 @@ _ANY = (_KIND, *CURRICULA, OWN)
 
 
 class CurriculumConfig(Table):
-    """[tasks.curriculum]: how often a task is given, by the pass rates of its earlier visits (docs/tasks.md)."""
+    """[tasks.curriculum]: sampling of tasks by the pass rates of earlier visits (docs/tasks.md)."""
 
     kind: str = option(
         "",
-        "buckets: easy and hard tasks are given less often than the others. variance: in proportion to p (1 - p), with"
-        " p the pass rate. Or your own class (module:Class or path.py:Class), made with the Config. Empty: all alike.",
+        "buckets: easy and hard tasks are sampled less often. variance: tasks are sampled in proportion to p (1 -"
+        " p), where p is the pass rate. Or a custom class (module:Class or path.py:Class), constructed with the"
+        " Config. Empty: no curriculum.",
         entry_points="curricula",
     )
     by: str = option(
         "task",
-        "What has a pass rate of its own: task, source, or a column of the data (extra_info.level for one in a table).",
+        "Unit of the pass rate: task, source, or a column of the data (extra_info.level for a nested one).",
         only_if=_ANY,
     )
-    prior_column: str = option(
-        "", "Column with a pass rate, 0 to 1, that a task has before its first visit.", only_if=_ANY
-    )
+    prior_column: str = option("", "Column with the pass rate (0 to 1) of a task before its first visit.", only_if=_ANY)
     decay: float = option(
         0.0,
-        "Share of the pass rate so far in the one after a visit; 0 = that of the last visit alone.",
+        "Weight of the earlier pass rate in the moving average after each visit; 0 = only the last visit counts.",
         ge=0,
         lt=1,
         only_if=(_KIND, "variance", OWN),
     )
     min_weight: float = option(
         0.1,
-        "variance: probability with which a task is given when its turn comes, at the least; at p = 0.5 it is 1.",
+        "variance: lower bound of the probability of accepting a task; at p = 0.5 the probability is 1.",
         ge=0,
         le=1,
         only_if=(_KIND, "variance"),
     )
-    easy_from: float = option(
-        1.0, "buckets: a task is easy at this pass rate or above it.", gt=0, le=1, only_if=_BUCKETS
-    )
-    hard_to: float = option(0.0, "buckets: a task is hard at this pass rate or below it.", ge=0, lt=1, only_if=_BUCKETS)
+    easy_from: float = option(1.0, "buckets: lowest pass rate of an easy task.", gt=0, le=1, only_if=_BUCKETS)
+    hard_to: float = option(0.0, "buckets: highest pass rate of a hard task.", ge=0, lt=1, only_if=_BUCKETS)
     easy_weight: float = option(
         0.1,
-        "buckets: probability with which an easy task is given when its turn comes; 0 = never again.",
+        "buckets: probability of accepting an easy task; 0 = never again.",
         ge=0,
         le=1,
         only_if=_BUCKETS,
     )
-    hard_weight: float = option(0.1, "buckets: as easy_weight, of hard tasks.", ge=0, le=1, only_if=_BUCKETS)
+    hard_weight: float = option(
+        0.1, "buckets: probability of accepting a hard task; 0 = never again.", ge=0, le=1, only_if=_BUCKETS
+    )
     visits_in_row: int = option(
-        1, "buckets: visits in a row that have to be easy (or hard) for the task to be so.", ge=1, only_if=_BUCKETS
+        1, "buckets: consecutive easy (or hard) visits before a task counts as easy (or hard).", ge=1, only_if=_BUCKETS
     )
 
 

@@ -68,7 +68,9 @@ def lines_of(table: Table, line: Line, key: str = "", *, header: str = "[{}]", p
             takes = "; ".join([expected(info), *map(str, needs_of(info))])
             doc = f"{info.description or ''} ({takes})".strip()
             if explained:
-                lines += textwrap.wrap(doc, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
+                lines += textwrap.wrap(
+                    doc, _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
+                )
             lines += filter(None, [line(full, name, value)])
     return lines + inner_lines
 

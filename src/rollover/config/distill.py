@@ -6,46 +6,43 @@ from rollover.config.table import Inert, Refused, Rule, Table, option
 
 
 class DistillConfig(Table):
-    """[distill]: on-policy distillation. A teacher gives every sampled token an advantage."""
+    """[distill]: on-policy distillation from a teacher, which gives every sampled token an advantage."""
 
     only_if = ("distill.teacher",)
 
     teacher: str = option(
         "",
-        "initial: the weights that the run begins with. policy: the policy itself, as of refresh_steps. Or another"
+        "initial: the initial weights of the run. policy: the policy itself, updated every refresh_steps. Or another"
         " model (as model.path), with the policy's vocabulary. Empty = off.",
     )
     privileged: str = option(
         "",
-        "Your own function (module:function or path.py:function) of a task and its messages: the messages that the"
-        " teacher reads in their place, with the answer among them, say. With tasks.chat = false: of its text, to a"
-        " text.",
+        "Custom function (module:function or path.py:function) from a task and its messages to the messages that the"
+        " teacher reads instead, for example with the answer. With tasks.chat = false: from and to a text.",
         entry_points="privileged",
     )
     coef: float = option(1.0, "Weight of the teacher's advantages.", gt=0)
     discount: float = option(
         0.0,
-        "What log teacher/policy of a later token counts in a token's advantage, for each loss token between; 0 = the"
-        " token's own alone.",
+        "Discount of the log(teacher/policy) of later tokens in a token's advantage, per loss token; 0 = the token"
+        " alone.",
         ge=0,
         le=1,
     )
-    clip: float = option(10.0, "Bound of a token's log teacher/policy on either side; 0 = none.", ge=0)
+    clip: float = option(10.0, "Bound of a token's absolute log(teacher/policy); 0 = none.", ge=0)
     refresh_steps: int = option(
         0,
-        "Steps after which the teacher takes the policy's weights again; 0 or 1 = it always has the current ones.",
+        "Steps between updates of the teacher from the policy; 0 or 1 = always the current policy.",
         ge=0,
         only_if=("distill.teacher", "policy"),
     )
     mix: Literal["replace", "add"] = option(
         "replace",
-        "replace: the teacher's advantages are all there is, and no reward is needed. add: they are added to those of"
+        "replace: use the teacher's advantages alone; no reward is needed. add: add them to those of"
         " algorithm.advantage.",
     )
 
-    roles: list[str] = option(
-        [], "The roles that are taught; the others are trained by their rewards alone. Empty: all."
-    )
+    roles: list[str] = option([], "Roles that the teacher trains; others are trained by rewards alone. Empty: all.")
 
     def teaches(self, role: str) -> bool:
         """Whether the tokens of this role get advantages of a teacher."""

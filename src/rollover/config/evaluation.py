@@ -14,13 +14,13 @@ _PART = re.compile(r"(sources|data_sources|roles)/.+/")
 
 
 class EvalSettingConfig(Table):
-    """[[eval.settings]]: one more way to sample answers to the same held-out tasks."""
+    """[[eval.settings]]: further sampling settings for the held-out tasks."""
 
-    name: str = option("", "What the setting is called in eval.jsonl (settings.NAME), answers and eval.metric.")
+    name: str = option("", "Name in eval.jsonl (settings.NAME), answers and eval.metric.")
     samples_per_task: int = option(1, "As eval.samples_per_task.", ge=1)
     temperature: float = option(1.0, "As eval.temperature.", ge=0)
     top_p: float = option(1.0, "As eval.top_p.", gt=0, le=1)
-    max_new_tokens: int = option(0, "As eval.max_new_tokens, which it is where this is 0.", ge=0)
+    max_new_tokens: int = option(0, "As eval.max_new_tokens; 0 = its value.", ge=0)
 
     @property
     def pass_ks(self) -> list[int]:
@@ -38,15 +38,15 @@ class EvalConfig(Table):
 
     only_if = ("eval.num_tasks",)
 
-    num_tasks: int = option(0, "Held-out tasks; 0 = no evaluation.", ge=0)
+    num_tasks: int = option(0, "Number of held-out tasks; 0 = no evaluation.", ge=0)
     samples_per_task: int = option(
         1,
         "Rollouts per held-out task; pass@k up to this k.",
         ge=1,
         only_if=("eval.temperature",),
     )
-    every_steps: int = option(0, "Steps between two evaluations; 0 = only before (at_start) and after training.", ge=0)
-    at_start: bool = option(True, "Evaluate before the first step, too.")
+    every_steps: int = option(0, "Steps between evaluations; 0 = only before (at_start) and after training.", ge=0)
+    at_start: bool = option(True, "Evaluate before the first step.")
     temperature: float = option(1.0, "Sampling temperature of evaluation; 0 = greedy.", ge=0)
     top_p: float = option(
         1.0,
@@ -56,36 +56,32 @@ class EvalConfig(Table):
         only_if=("eval.temperature",),
     )
     max_new_tokens: int = option(0, "Limit of an answer's tokens; 0 = rollout.max_new_tokens.", ge=0)
-    settings: list[EvalSettingConfig] = option(
-        [], "Further sampling settings, in which the same held-out tasks are answered as well."
-    )
-    majority: bool = option(
-        False, "maj@k too: most of k answers decide. What an answer votes for is read by tasks.answer_rule."
-    )
-    pass_threshold: float = option(1.0, "A rollout passes if its score is at least this.")
+    settings: list[EvalSettingConfig] = option([], "Further sampling settings, evaluated on the same held-out tasks.")
+    majority: bool = option(False, "Also compute maj@k, majority voting over k answers, parsed by tasks.answer_rule.")
+    pass_threshold: float = option(1.0, "Lowest score of a passing rollout.")
     shaped: bool = option(
         False,
-        "Add the shaping terms of [rewards] (overlong, repetition, shaping = true) to the scores of evaluations, as"
-        " verl's DAPO manager does. pass@k and maj@k still compare the score of the task.",
+        "Add the shaping terms of [rewards] (overlong, repetition, shaping = true) to evaluation scores, as verl's"
+        " DAPO manager does. pass@k and maj@k still use the task's score.",
     )
     metric: str = option(
         "mean",
-        "What the best evaluation is the best in: a figure of eval.jsonl (mean, pass@4, maj@8), or its place there"
+        "Metric that selects the best evaluation: a value of eval.jsonl (mean, pass@4, maj@8), or its path there"
         " (settings/greedy/mean, sources/math500/pass@1).",
     )
     patience: int = option(
         0,
-        "Training ends after this many evaluations in a row that are no better than the best one before; 0 = off.",
+        "End training after this many consecutive evaluations without an improvement; 0 = off.",
         ge=0,
         only_if=("eval.every_steps",),
     )
     min_improvement: float = option(
         0.0,
-        "By so much more than this an evaluation must exceed the best one before, to be better for eval.patience.",
+        "Minimum increase over the best evaluation that counts as an improvement for eval.patience.",
         ge=0,
         only_if=("eval.patience",),
     )
-    seed: int = option(1_000_003, "Seed of the held-out tasks and of their sampling.")
+    seed: int = option(1_000_003, "Seed of the selection and sampling of held-out tasks.")
 
     @property
     def every_setting(self) -> list[EvalSettingConfig]:

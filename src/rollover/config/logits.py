@@ -47,23 +47,21 @@ class LogitsConfig(Table):
 
     repetition_penalty: float = option(
         1.0,
-        "Logits of tokens of the prompt and the answer are divided by it where positive, else multiplied; 1 = off.",
+        "Divide positive logits of tokens in prompt and answer by this, and multiply negative ones; 1 = off.",
         gt=0,
     )
-    presence_penalty: float = option(0.0, "Subtracted from the logits of tokens that the answer has; 0 = off.")
-    frequency_penalty: float = option(
-        0.0, "Subtracted from a token's logit once for each time that the answer has it; 0 = off."
-    )
-    min_new_tokens: int = option(0, "An answer has at least so many tokens before a token can end it.", ge=0)
+    presence_penalty: float = option(0.0, "Subtract from the logits of tokens that occur in the answer; 0 = off.")
+    frequency_penalty: float = option(0.0, "Subtract from a token's logit for each occurrence in the answer; 0 = off.")
+    min_new_tokens: int = option(0, "Minimum number of tokens before an answer may end.", ge=0)
     banned_token_ids: list[int] = option([], "Tokens that are never sampled.")
-    forced_token_ids: list[int] = option([], "Tokens that every answer begins with.")
+    forced_token_ids: list[int] = option([], "First tokens of every answer.")
     logit_bias: dict[str, float] = option(
-        {}, f"Added to the logit of a token, by its id: {-_MOST_BIAS:g} to {_MOST_BIAS:g}."
+        {}, f"Bias added to the logits of tokens, by token id: {-_MOST_BIAS:g} to {_MOST_BIAS:g}."
     )
-    regex: str = option("", "Every answer matches this regular expression as a whole (needs rollover[structured]).")
+    regex: str = option("", "Regular expression that every answer matches as a whole (needs rollover[structured]).")
     json_schema: str = option(
         "",
-        "Every answer is JSON that this schema describes: a file, or the schema itself (needs rollover[structured]).",
+        "JSON schema of every answer: a file, or the schema itself (needs rollover[structured]).",
     )
 
     @property

@@ -19,110 +19,111 @@ class RewardFunctionConfig(Table):
 
     function: str = option(
         "",
-        "A built-in reward by name, or your own function (module:function or path.py:function), as rewards.function.",
+        "Built-in reward by name, or a custom function, as rewards.function.",
         entry_points="rewards",
     )
-    weight: float = option(1.0, "Factor of its score in the sum; 0: it is a metric alone.")
-    name: str = option("", "Under which it is logged (reward/extra/NAME); empty = its own.")
-    params: dict[str, Any] = option({}, "Parameters of a built-in reward, or further arguments of your own function.")
+    weight: float = option(1.0, "Weight of its score in the sum; 0 = metric only.")
+    name: str = option("", "Name in the logs (reward/extra/NAME); empty = name of the function.")
+    params: dict[str, Any] = option({}, "Parameters of a built-in reward, or further arguments of a custom function.")
     shaping: bool = option(
         False,
-        "Its weighted score is added to what is trained alone (shaping/NAME/mean): the score of the task, pass rates,"
-        " filters and evaluations are without it.",
+        "Add its weighted score to the training reward only (shaping/NAME/mean): task scores, pass rates, filters"
+        " and evaluations exclude it.",
     )
 
 
 class RewardsConfig(Table):
-    """[rewards]: how rollouts are scored."""
+    """[rewards]: scoring of rollouts."""
 
     function: str = option(
         "",
-        "Reward of all sources that name none: module:function or path.py:function in TRL's signature"
-        " f(prompts, completions, **columns) or verl's compute_score(data_source, solution_str, ground_truth,"
-        " extra_info), or a built-in name.",
+        "Default reward of all sources: module:function or path.py:function with TRL's signature f(prompts,"
+        " completions, **columns) or verl's compute_score(data_source, solution_str, ground_truth, extra_info), or a"
+        " built-in name.",
         entry_points="rewards",
     )
     functions: list[RewardFunctionConfig] = option(
-        [], "Several reward functions in the place of one: the score is the weighted sum of theirs."
+        [], "Several reward functions in place of one: the score is their weighted sum."
     )
     by_data_source: dict[str, Any] = option(
         {},
-        "Reward of a task by its column data_source, where neither its source nor rewards.function names one: name (*"
-        " for any part) -> reward. They come before verl's own table, which holds in any case. A task whose data_source"
-        " is in neither is an error, as in verl.",
+        "Rewards by the column data_source, where neither the source nor rewards.function names one: name (with * as"
+        " a wildcard) -> reward. They precede verl's own table, which always applies. A data_source in neither is an"
+        " error, as in verl.",
         entry_points="rewards",
     )
     eval_function: str = option(
         "",
-        "Reward of every held-out task, named as rewards.function; empty = the reward of training.",
+        "Reward of held-out tasks, as rewards.function; empty = the reward of training.",
         only_if=("eval.num_tasks",),
         entry_points="rewards",
     )
     timeout_s: float = option(
         30.0,
-        "Limit of one call; then the worker is killed and the reward is missing. inf = no limit.",
+        "Time limit in seconds of one call. A timeout kills the worker, and the reward is missing. inf = no limit.",
         gt=0,
         unlimited=True,
     )
     startup_timeout_s: float = option(
-        120.0, "Limit of loading the function in its worker. inf = no limit.", gt=0, unlimited=True
+        120.0, "Time limit in seconds for loading the function in its worker. inf = no limit.", gt=0, unlimited=True
     )
     num_workers: int = option(
         0,
-        "Processes that score groups at the same time, one group each; 0 = one less than there are cores,"
-        " at least 1 and at most 4.",
+        "Processes that score groups in parallel, one group each; 0 = number of cores minus one, at least 1 and at"
+        " most 4.",
         ge=0,
     )
     streaming: bool = option(
         True,
-        "Score a rollout as soon as it stops, not with its whole group. Only functions of one sample; a"
-        " batch function or an async def gets whole groups in any case.",
+        "Score each rollout as soon as it stops, without waiting for its group. Applies to per-sample functions;"
+        " batch functions and async functions always get whole groups.",
     )
     memory_gb: float = option(
         0.0,
-        "Memory of one worker (Linux); a function that asks for more gets a MemoryError, and its reward is"
+        "Memory limit of one worker (Linux). A function that exceeds it gets a MemoryError, and its reward is"
         " missing. 0 = no limit.",
         ge=0,
         le=MOST_GB,
     )
     retries: int = option(
         0,
-        "Further tries of a call that exceeded its limit or died with its worker. An exception is an"
-        " answer: it is not tried again.",
+        "Retries of a call that timed out or whose worker died. Exceptions are not retried.",
         ge=0,
     )
     quarantine_after: int = option(
         3,
-        "A task whose calls ended this many workers is not scored any more: its rewards are missing. 0 = never.",
+        "Number of killed workers after which a task is no longer scored, and its rewards are missing. 0 = never.",
         ge=0,
     )
     repetition_penalty: float = option(
         0.0,
-        "Shaping: subtracted from the reward that is trained of a rollout that rollout.stop_repetition_tokens stopped.",
+        "Shaping: penalty on the training reward of a rollout that rollout.stop_repetition_tokens stopped.",
         ge=0,
         only_if=("rollout.stop_repetition_tokens",),
     )
     overlong_buffer_tokens: int = option(
         0,
-        "Shaping: a rollout is punished by how far it is into so many last tokens before rollout.max_new_tokens (DAPO's"
-        " soft overlong punishment; verl's overlong_buffer.len). 0 = off.",
+        "Shaping: length of the penalty zone before rollout.max_new_tokens; the penalty grows linearly within it"
+        " (DAPO's soft overlong punishment; verl's overlong_buffer.len). 0 = off.",
         ge=0,
     )
     overlong_penalty: float = option(
         1.0,
-        "Punishment at the end of that buffer (verl's overlong_buffer.penalty_factor).",
+        "Penalty at the end of that zone (verl's overlong_buffer.penalty_factor).",
         gt=0,
         only_if=("rewards.overlong_buffer_tokens",),
     )
     running_norm: Literal["none", "scale", "whiten"] = option(
         "none",
-        "Shaping: what is trained is divided by the running standard deviation of all rewards so far of its role"
-        " (scale), less their running mean (whiten).",
+        "Shaping: divide training rewards by the running standard deviation of all rewards of the role (scale),"
+        " after subtracting their running mean (whiten).",
     )
     clip_range: list[float] = option(
-        [], "Shaping: [lowest, highest] reward that is trained, after all other shaping. Empty: no limits."
+        [], "Shaping: [lowest, highest] training reward, after all other shaping. Empty: no limits."
     )
-    min_valid: int = option(2, "A group with fewer valid rewards is dropped (too_few_rewards).", ge=1)
+    min_valid: int = option(
+        2, "Minimum number of valid rewards of a group. A group with fewer is dropped (too_few_rewards).", ge=1
+    )
 
     @property
     def num_processes(self) -> int:

@@ -22,91 +22,92 @@ AUTO_STEPS = 4  # in_flight_groups = "auto" holds at most so many steps' worth, 
 
 
 class RolloutConfig(Table):
-    """[rollout]: how much is generated at once, when generation is interrupted, and how old tokens may get."""
+    """[rollout]: number of rollouts in flight, interruption of generation, staleness bound, and sampling."""
 
     groups_per_step: int = option(8, "Groups (tasks) trained in one step.", ge=1)
     group_size: int = option(8, "Sibling rollouts of one task.", ge=1)
     greedy_baseline: bool = option(
         False,
-        "One more rollout of every task, greedy and not trained: the baseline of algorithm.advantage ="
+        "Generate one more, greedy rollout per task that is not trained: the baseline of algorithm.advantage ="
         " remax, which sets this.",
         only_if=with_estimator(lambda traits: traits.greedy),
     )
-    max_new_tokens: int = option(256, "Cumulative limit of a rollout's tokens over all its segments.", ge=1)
+    max_new_tokens: int = option(256, "Limit of a rollout's tokens, over all its segments.", ge=1)
     in_flight_groups: Annotated[int, Field(ge=0)] | Literal["auto"] = option(
         0,
-        "Groups held at once (admitted, not yet trained or dropped); 0 = groups_per_step. auto: chosen"
-        " before every step from the lengths seen so far, so that no slot of the engine is idle.",
+        "Groups held at once (admitted, not yet trained or dropped); 0 = groups_per_step. auto: chosen before every"
+        " step from observed lengths, to keep all slots of the engine busy.",
     )
     supplement: bool = option(
         False,
-        "A group whose rollouts are all finished gives its place to a new task at once: in_flight_groups"
-        " then counts unfinished groups, until there is enough for a step.",
+        "Admit a new task as soon as all rollouts of a group are finished: in_flight_groups then counts unfinished"
+        " groups, until there are enough for a step.",
     )
     interrupt: Literal["never", "when_enough", "token_budget", "on_weight_update"] = option(
         "never",
-        "never: a step waits for every rollout in flight (with overlap: new weights do). when_enough:"
-        " generation is interrupted as soon as enough groups are ready. token_budget: every rollout gets token_budget"
-        " tokens, then the phase ends if enough groups are ready. What is unfinished rolls over to the next step."
-        " on_weight_update (with overlap): rollouts run on, and go on under new weights as soon as there are some.",
+        "never: a step (with overlap: a weight sync) waits for every rollout in flight. when_enough: interrupt"
+        " generation as soon as enough groups are ready. token_budget: each rollout generates at most token_budget"
+        " tokens per phase; the phase ends when enough groups are ready. Unfinished rollouts continue in the next"
+        " step. on_weight_update (with overlap): running rollouts continue under new weights as soon as these"
+        " arrive.",
     )
     overlap: bool = option(
         False,
-        "Generation goes on while the trainer trains, as far as max_staleness allows: one step ahead with"
-        " 1 and in_flight_groups = 2 * groups_per_step.",
+        "Generate while the trainer trains, within max_staleness: one step ahead with max_staleness = 1 and"
+        " in_flight_groups = 2 * groups_per_step.",
     )
     token_budget: int = option(
         0,
-        "Tokens that a rollout gets in one generation phase.",
+        "Maximum number of tokens that a rollout generates in one phase.",
         ge=0,
         only_if=("rollout.interrupt", "token_budget"),
     )
     complete_fraction: float = option(
         1.0,
-        "Share of groups_per_step that is enough for a step; it then trains every ready group, at most"
+        "Share of groups_per_step that is enough for a step. The step trains every ready group, at most"
         " groups_per_step.",
         gt=0,
         le=1,
     )
     complete_by: Literal["group", "rollout"] = option(
         "group",
-        "What is counted to see whether there is enough: ready groups, or finished rollouts (with at least"
-        " one ready group). Groups are trained whole either way.",
+        "Unit of complete_fraction: ready groups, or finished rollouts (with at least one ready group). Groups are"
+        " always trained whole.",
     )
     max_continuations: int = option(
         0,
-        "A rollout that was continued this many times is not interrupted again: the step waits for it. 0 = no limit.",
+        "Maximum number of interruptions of one rollout; after that, the step waits for it. 0 = no limit.",
         ge=0,
         only_if=("rollout.interrupt", "when_enough", "token_budget"),
     )
     max_staleness: int = option(0, "Bound on trainer_version - policy_version of every token in the loss.", ge=0)
     on_stale: Literal["", "finish_first", "drop", "mask"] = option(
         "",
-        "finish_first (default): no new weights while a held group would pass the bound. drop: such a"
-        " group is dropped, with a counter. mask: tokens beyond the bound leave the loss, stay as context and are"
-        " counted as dropped.",
+        "Handling of groups beyond max_staleness. finish_first (default): delay new weights until no held group"
+        " would exceed the bound. drop: drop such groups, with a counter. mask: tokens beyond the bound leave the"
+        " loss, stay as context and count as dropped.",
     )
     kv_on_resume: Literal["recompute", "keep", "salt"] = option(
         "recompute",
-        "KV cache of interrupted rollouts after a weight update. recompute: prefilled again under the new"
-        " weights. keep: everything is reused. salt: running rollouts keep theirs, new requests do not see it.",
+        "KV cache of interrupted rollouts after a weight update. recompute: prefill again under the new weights."
+        " keep: reuse everything. salt: running rollouts keep their cache, new requests do not reuse it.",
     )
     order: str = option(
         "oldest_first",
-        "Order in which parked rollouts are resumed, before any new one starts: oldest_first,"
-        " longest_first, shortest_remaining, fifo, or your own function (module:function or path.py:function) of a"
-        " RolloutView to a tuple of integers, smallest first.",
+        "Order in which parked rollouts resume, before new ones start: oldest_first, longest_first,"
+        " shortest_remaining, fifo, or a custom function (module:function or path.py:function) from a RolloutView to"
+        " a tuple of integers, smallest first.",
         entry_points="orders",
     )
     environment: str = option(
         "single_turn",
-        "What answers the policy after each generation that stopped. single_turn: nothing does, the rollout is done. Or"
-        " your own function (module:function or path.py:function) of an EnvironmentSetup to an Environment"
-        " (envs/protocol.py). Evaluations have a single turn.",
+        "Environment that responds after each generation. single_turn: none, the rollout ends. Or a custom function"
+        " (module:function or path.py:function) from an EnvironmentSetup to an Environment (envs/protocol.py)."
+        " Evaluations are single-turn.",
         entry_points="environments",
     )
     stop_repetition_tokens: int = option(
-        0, "A rollout stops when its last tokens, this many, repeat one pattern at least four times; 0 = off.", ge=0
+        0, "Stop a rollout when its last tokens, this many, repeat one pattern at least four times; 0 = off.", ge=0
     )
     temperature: float = option(1.0, "Sampling temperature of training rollouts (above 0).", ge=0)
     top_p: float = option(1.0, "Nucleus sampling; 1 = off. Truncation requires a correction.", gt=0, le=1)
@@ -114,10 +115,10 @@ class RolloutConfig(Table):
     min_p: float = option(0.0, "Drop tokens below min_p times the likeliest one's probability; 0 = off.", ge=0, lt=1)
     keep_special_tokens: bool = option(
         False,
-        "Keep special tokens (<think>, say) in the text of answers that rewards, workflows, records and evaluations"
-        " get, but for EOS, padding and the token that ends a turn.",
+        "Keep special tokens such as <think> in the text of answers for rewards, workflows, records and evaluations;"
+        " EOS, padding and the end-of-turn token are always removed.",
     )
-    stop: list[str] = option([], "Strings that end a rollout (kept in its text).")
+    stop: list[str] = option([], "Strings that end a rollout; they stay in its text.")
     stop_token_ids: list[int] = option([], "Token ids that end a rollout, besides EOS.")
     logits: LogitsConfig = Field(default_factory=LogitsConfig, description="What is done to logits before a draw.")
 

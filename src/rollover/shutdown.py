@@ -52,7 +52,7 @@ def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
         return _complete(lambda: runner.run(result()), task)
     except asyncio.CancelledError as cancelled:
         error = ValueError(
-            "the run was cancelled from within: a function of your own cancels tasks that are not its own, as by"
+            "the run was cancelled from within: a custom function cancels tasks that are not its own, as by"
             " asyncio.all_tasks(). Mend it, and go on with --resume"
         )
         raise error from cancelled
@@ -105,7 +105,7 @@ def _complete(run: Callable[[], Result], task: asyncio.Task[Any]) -> Result:
                 raise
             if (why := explained(error)) not in reported:
                 reported.add(why)
-                terminal.warning(f"a task of your own has ended by {why}: it has failed, and nothing else ends by that")
+                terminal.warning(f"an asyncio task of user code ended by {why}: the task failed, and the run continues")
 
 
 async def _end_others(

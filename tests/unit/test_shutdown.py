@@ -160,10 +160,8 @@ def test_a_task_that_exits_ends_itself_alone(capsys: pytest.CaptureFixture[str])
 
     assert run_bounded(work(), 30) == ["exit 0", "SystemExit(0)", "SystemExit(0)"]
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == 2 and err[0].startswith("rollover: a task of your own has ended by SystemExit: 0 (")
-    assert "test_shutdown.py:" in err[0] and err[1].startswith(
-        "rollover: a task of your own has ended by SystemExit: 4"
-    )
+    assert len(err) == 2 and "asyncio task of user code ended by SystemExit: 0 (" in err[0]
+    assert "test_shutdown.py:" in err[0] and "SystemExit: 4" in err[1]
 
 
 def test_an_exit_while_the_run_ends_holds_nothing_up() -> None:

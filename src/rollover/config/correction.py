@@ -82,7 +82,7 @@ def _forgotten(config: Any) -> str:
     nothing_else = f"accounts for what the earlier updates of a step changed. Set {one},"
     if config.algorithm.loss_traits.ratio is None:
         return (
-            f"{several} with a loss of your own: it is not known whether it holds the ratio of"
+            f"{several} with a custom loss: it is not known whether it holds the ratio of"
             f" current and old log-probs (ratio_BT), and nothing else {nothing_else} or (if it does) set"
             " algorithm.allow_uncorrected = true"
         )
@@ -105,7 +105,7 @@ def _uncorrected(
     def message(config: Any) -> str:
         algorithm = config.algorithm
         if algorithm.weight != "none" or (algorithm.loss_traits.ratio is None and algorithm.proximal != "step_start"):
-            cause = f'a loss of your own and algorithm.proximal = "{algorithm.proximal}"'
+            cause = f'a custom loss and algorithm.proximal = "{algorithm.proximal}"'
             otherwise = (
                 'algorithm.proximal = "step_start" with a correction, or (if your loss multiplies by the ratio of'
                 " current and old log-probs)"

@@ -219,7 +219,7 @@ class Needs:
 
 
 def _function_or(value: Any) -> str:
-    return "a function of your own" if value == OWN else json.dumps(value)
+    return "a custom function" if value == OWN else json.dumps(value)
 
 
 def needs_of(info: FieldInfo) -> list[Needs]:

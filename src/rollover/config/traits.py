@@ -121,7 +121,7 @@ ADVANTAGES = {
 
 def estimator(name: str) -> AdvantageTraits:
     """The traits of algorithm.advantage = `name`. A function of the user's own is called with rewards and groups."""
-    return ADVANTAGES.get(name) or AdvantageTraits("a function of your own")
+    return ADVANTAGES.get(name) or AdvantageTraits("a custom function")
 
 
 def with_estimator(like: Callable[[AdvantageTraits], bool]) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class RoleConfig(Table):
 PER_STEP = "per_step"
 PER_STEP_IS = (
     'workflow.credit = "per_step" (rLLM) is deprecated and means "broadcast", as in rLLM\'s unified trainer. To compare'
-    " the k-th turns of siblings, set workflow.group_by to a function of your own (docs/credit.md); for turn returns,"
+    " the k-th turns of siblings, set workflow.group_by to a custom function (docs/credit.md); for turn returns,"
     ' set workflow.credit = "turn_returns"'
 )
 

@@ -29,7 +29,7 @@ def message(folder: Path, text: str) -> str:
         ('proximal = "behavior"\npreset = "rloo"', "algorithm.proximal has no effect"),
         ('proximal = "behavior"\npreset = "max_rl"', "its importance weight is current/behavior"),
         ('proximal = "snapshot"\nloss = "reinforce"', "algorithm.proximal has no effect"),
-        (f'proximal = "behavior"\n{OWN}', 'a loss of your own and algorithm.proximal = "behavior"'),
+        (f'proximal = "behavior"\n{OWN}', 'a custom loss and algorithm.proximal = "behavior"'),
         (f'proximal = "snapshot"\n{OWN}', "if your loss multiplies by the ratio of current and old log-probs"),
         (f'correction = "none"\n{OWN}', 'with algorithm.correction = "none"'),
         ('correction = "none"\nloss = "reinforce"', "or (if you mean it) algorithm.allow_uncorrected"),
@@ -144,8 +144,8 @@ MINIBATCHES = TrainConfig(minibatches_per_step=4)
     [
         ({"loss": "reinforce", "correction": "none"}, 'algorithm.loss = "reinforce" and algorithm.correction = "none"'),
         ({"preset": "rloo", "correction": "none"}, "Set train.minibatches_per_step = 1, algorithm.correction = "),
-        ({"loss": "mine.py:loss"}, "with a loss of your own: it is not known whether it holds the ratio"),
-        ({"loss": "mine.py:loss", "correction": "none"}, "with a loss of your own"),
+        ({"loss": "mine.py:loss"}, "with a custom loss: it is not known whether it holds the ratio"),
+        ({"loss": "mine.py:loss", "correction": "none"}, "with a custom loss"),
     ],
 )
 def test_a_loss_that_forgets_the_earlier_minibatches_of_a_step_is_refused(algorithm: Any, message: str) -> None:

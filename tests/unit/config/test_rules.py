@@ -169,7 +169,7 @@ def test_the_condition_of_an_option_is_printed_with_it_and_in_the_schema(write):
     for part in (
         'Discount per token. (a number, above 0, at most 1; only if algorithm.advantage = "gae" or "reinforce_plus',
         "(an integer, at least 1; only if eval.num_tasks is set; only if eval.temperature is set)",
-        '"decoupled", a function of your own) clip_high',
+        '"decoupled", a custom function) clip_high',
         'not with algorithm.advantage is one of "remax", "gae", "reinforce_plus_plus_tokens", "optimal_token_baseline"',
     ):
         assert part in text

@@ -120,7 +120,7 @@ def test_other_rules_are_said_in_words(tmp_path: Path) -> None:
         return run(tmp_path / name, config={"algorithm": {"advantage": name}, **config})
 
     assert "over the whole step" in rule("gdpo")["rule"]
-    assert rule("mine.py:own")["rule"] == "mine.py:own: a function of your own."
+    assert rule("mine.py:own")["rule"] == "mine.py:own: a custom function."
     turns = rule("rloo", workflow={"credit": "turn_returns", "roles": {"policy": {"weight": 0.5}}})
     assert "over the returns of all turns" in turns["rule"] and "=" not in turns["rule"].partition("turn_returns")[2]
     assert turns["role"] == "Its role policy has the weight 0.5."

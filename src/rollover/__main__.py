@@ -6,7 +6,7 @@ from rollover import cli
 
 
 def main(*words: str) -> None:
-    """A child that is bound to its parent (processes.child_command): one verb, and the end of the process."""
+    """Run one verb in a child that is bound to its parent (processes.child_command), and end the process."""
     sys.exit(cli.main(words))
 
 

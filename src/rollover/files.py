@@ -174,7 +174,7 @@ def near_paths(path: str | Path, suffixes: Collection[str] = ()) -> list[str]:
 
 
 def did_you_mean_path(path: str | Path, suffixes: Collection[str] = ()) -> str:
-    """The end of a message about a path that does not exist."""
+    """Return the end of a message about a path that does not exist."""
     near = near_paths(path, suffixes)
     return f". Did you mean {' or '.join(near)}?" if near else ". Check the path"
 
@@ -217,7 +217,7 @@ def give_usual_mode(path: str | Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """An OSError of the block names the file, which one of a write or a sync by itself does not."""
+    """Add the path to an OSError of the block, as errors of a write or sync lack it."""
     try:
         yield
     except OSError as error:

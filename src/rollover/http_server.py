@@ -35,7 +35,7 @@ END_S = 8.0
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The process has handlers of its own."""
+        """Leave signals alone: the process has its own handlers."""
         yield
 
 

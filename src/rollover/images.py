@@ -82,7 +82,7 @@ def no_media_kept() -> Iterator[None]:
 
 
 def stored(value: Any, places: Places) -> tuple[str, str]:
-    """(the absolute path of the image's file, the SHA-256 of the file's bytes, or of its URL) of a value of a table.
+    """Return (absolute path, SHA-256 of the file's bytes or of its URL) of an image value.
 
     `value`: a path, a data URL, an http URL, bytes, Hugging Face's {"bytes", "path"}, or a PIL image. What has no file
     is written into the folder of `media_kept_in`, by default a temporary one, under the name of its SHA-256. The file's
@@ -114,7 +114,7 @@ def stored(value: Any, places: Places) -> tuple[str, str]:
 
 
 def read_image(path: str, kept: Path | None = None) -> Any:
-    """The image in a file as a PIL image in RGB: rotated as its EXIF data say, transparent parts on white.
+    """Return the image in a file as a PIL image in RGB: rotated as its EXIF data say, transparent parts on white.
 
     Where the file is gone, the one of its name in the folder `kept`, by default that of `media_kept_in`, is read: a
     run's directory may have been moved. BadImage where it cannot be used.
@@ -212,7 +212,7 @@ def _content_of(path: Path) -> bytes:
 
 
 def _content(value: Any, places: Places) -> bytes:
-    """The encoded bytes of an image that has no file."""
+    """Return the encoded bytes of an image that has no file."""
     if isinstance(value, bytes | bytearray | memoryview):
         content = bytes(value)
     elif isinstance(value, str):
@@ -278,7 +278,7 @@ def _download(url: str) -> bytes:
 
 
 def _encoded(image: Any) -> bytes:
-    """A PIL image of a program as PNG."""
+    """Encode a PIL image as PNG."""
     out = io.BytesIO()
     with _naming("the image of Pillow"):
         _as_rgb(image).save(out, format="PNG")
@@ -291,7 +291,7 @@ def _short(value: Any) -> str:
 
 @contextlib.contextmanager
 def _naming(what: object) -> Iterator[None]:
-    """A failure of the block is a BadImage that names the image."""
+    """Convert failures of the block to a BadImage that names the image."""
     try:
         yield
     except BadImage:
@@ -331,7 +331,7 @@ def _opened(content: bytes) -> Any:
 
 
 def _header(content: bytes) -> str:
-    """The suffix of its format."""
+    """Return the file suffix of the image's format."""
     form = _opened(content).format
     return _SUFFIXES.get(form, f".{form.lower()}")
 

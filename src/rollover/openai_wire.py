@@ -59,7 +59,7 @@ class Refusal(ValueError):
         self.param, self.status, self.code = param, status or self.status, code or self.code
 
     def as_json(self) -> Json:
-        """The body of the answer: OpenAI's clients make an exception of it."""
+        """Return the body of the answer: OpenAI's clients make an exception of it."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code or self.status}}
 
@@ -113,7 +113,7 @@ def checked(kind: type[_Kind], value: Any) -> _Kind:
 
 
 def _assigned(param: str, value: Any) -> str:
-    """A field with its value, unless that is long."""
+    """Return a field with its value, without a long value."""
     return param if isinstance(value, list | dict) else f"{param} = {shortened(value)}"
 
 
@@ -126,7 +126,7 @@ class StreamOptions(Fields):
 
 
 def _stops(value: Any) -> list[str]:
-    """A list without the empty string, which benchmarks send for "nothing"."""
+    """Return the stop strings without the empty one, which benchmarks send for "none"."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError("must be a text, or a list of texts")
@@ -235,7 +235,7 @@ def _not_supported(param: str, value: Any) -> Refusal:
 
 
 def _message(message: Json, where: str, images: bool) -> Json:
-    """The message, with parts of text as one text."""
+    """Return the message, with parts of text as one text."""
     if not isinstance(message.get("role"), str):
         raise Refusal(f"{where}: must be a JSON object with a role", where)
     content = message.get("content")
@@ -269,7 +269,7 @@ def _check_tool(tool: Json, where: str) -> None:
 
 
 def finish_reason(reason: StopReason) -> str:
-    """The API's word for why an answer ended."""
+    """Return the API's finish_reason of a stop reason."""
     return "length" if reason.is_cut else "stop"
 
 
@@ -279,7 +279,7 @@ def finite(logprob: float) -> float:
 
 
 def usage(num_prompt: int, num_sampled: int) -> Json:
-    """The number of tokens."""
+    """Return the token counts of an answer."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,
@@ -288,13 +288,13 @@ def usage(num_prompt: int, num_sampled: int) -> Json:
 
 
 def model_list(names: Sequence[str], **more: Any) -> Json:
-    """The body of /v1/models. `more`: fields of each model."""
+    """Return the body of /v1/models. `more`: fields of each model."""
     models = [{"id": name, "object": "model", "created": 0, "owned_by": "rollover", **more} for name in names]
     return {"object": "list", "data": models}
 
 
 def event(value: Any) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
 
 
@@ -343,13 +343,13 @@ class Answer:
         }
 
     def whole(self) -> Json:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         kind = "chat.completion" if self._is_chat else "text_completion"
         choices = [self._choice(i, choice) for i, choice in enumerate(self.choices)]
         return self._head | {"object": kind, "choices": choices, "usage": self._usage()}
 
     def events(self) -> Iterator[str]:
-        """The events of a stream: every choice in one piece, then its end."""
+        """Return the events of a stream: every choice in one piece, then its end."""
         head = self._head | {"object": "chat.completion.chunk" if self._is_chat else "text_completion"}
         for i, choice in enumerate(self.choices):
             whole = self._choice(i, choice)

@@ -16,7 +16,7 @@ def kill(family: Iterable[psutil.Process]) -> None:
 
 
 def descendants(root: int) -> set[psutil.Process]:
-    """The processes that `root` started, and those that they did, as far as they run."""
+    """Return the processes that `root` started, and those that they did, as far as they run."""
     with contextlib.suppress(psutil.Error):
         return set(filter(is_running, psutil.Process(root).children(recursive=True)))
     return set()

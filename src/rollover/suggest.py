@@ -18,6 +18,6 @@ def similarity(a: str, b: str) -> float:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message: the known name that `name` resembles, if one does."""
+    """Return the end of a message with the known name that `name` resembles, or ""."""
     near = alike(name, known)
     return f". Did you mean {json.dumps(near[0])}?" if near else ""

@@ -384,7 +384,7 @@ def gae(
 
 @torch.no_grad()
 def whiten(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, *, eps: float = 1e-4) -> torch.Tensor:
-    """(A - mean) / (std + eps) over the unmasked tokens of the batch, sample standard deviation; 0 where masked.
+    """Return (A - mean) / (std + eps) over the unmasked tokens of the batch, sample standard deviation; 0 where masked.
 
     What PPO does with the advantages of `gae`. verl adds 1e-8 to the variance instead. To leave rollouts out, of a
     missing reward say, mask them.

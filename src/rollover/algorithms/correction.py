@@ -66,7 +66,7 @@ def log_ratios(
     level: str,
     versions_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """log of the ratio that `level` weighs a token by [B, T], before any bound."""
+    """Return the log of the ratio that weights a token at `level` [B, T], before any bound."""
     d_BT = masked(proximal_logprobs_BT.float() - behavior_logprobs_BT.float(), mask_BT)
     if level == "token":
         return d_BT
@@ -83,7 +83,7 @@ def log_ratios(
 
 
 def checked_floor(mode: str, cap: float, floor: float | None) -> float | None:
-    """The floor that `mode` applies (None: none), after the check of mode, cap and floor."""
+    """Return the floor that `mode` applies (None: none), after the check of mode, cap and floor."""
     if mode not in MODES:
         raise ValueError(f"mode = {mode!r} is not a correction: use one of {', '.join(MODES)}")
     if not cap > 0:
@@ -106,7 +106,7 @@ def importance_weights(
     floor: float | None = None,
     versions_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """w = exp(sum of d over the token, its segment or its sequence), bounded by `cap` and `floor` -> [B, T].
+    """Return w = exp(sum of d over the token, its segment or its sequence), bounded by `cap` and `floor` -> [B, T].
 
     - token_truncate, token_mask: w of the token alone. Decoupled PPO (Hilton et al. 2022, arXiv 2110.00641);
       truncation: Ionides 2008, "Truncated Importance Sampling".
@@ -326,7 +326,7 @@ def mismatch_metrics(
 def _sequence_metrics(
     proximal_logprobs_BT: torch.Tensor, behavior_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The part of mismatch_metrics that is over the S sequences. log ppl = -mean log-prob of the loss tokens."""
+    """Return the metrics of mismatch_metrics over the S sequences. log ppl = -mean log-prob of the loss tokens."""
     some_B = mask_BT.any(-1)
     proximal_B = -row_mean(proximal_logprobs_BT, mask_BT)
     behavior_B = -row_mean(behavior_logprobs_BT, mask_BT)

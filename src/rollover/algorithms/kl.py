@@ -48,7 +48,7 @@ def _inputs(
 def full_kl(
     logprobs_BTV: torch.Tensor, ref_logprobs_BTV: torch.Tensor, *, mask_BT: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """sum over v of p_v (log p_v - log q_v) -> [B, T]: the KL itself, value and gradient exact. Takes logits as well.
+    """Return sum over v of p_v (log p_v - log q_v) [B, T]: the exact KL and gradient. Takes logits as well.
 
     It needs both distributions, log-probs of sampled tokens do not suffice. p_v = 0 adds nothing; q_v = 0 < p_v is inf.
     verl names this kind but does not implement it.
@@ -111,7 +111,7 @@ def bias_corrected_kl(
     *,
     mask_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """current / old * estimate per token [B, T], the gradient through both: value and gradient are the KL's on average.
+    """Return current / old * estimate per token [B, T]: an unbiased estimate of the KL and of its gradient.
 
     For tokens drawn from the old policy. DeepSeek-V3.2 (arXiv 2512.02556) with k3: the gradient of a token is then
     exactly current / old * (logprob - ref). TRL (use_bias_correction_kl, on by default) and Axolotl do the same with
@@ -152,6 +152,6 @@ class AdaptiveKL:
             raise ValueError(f"target = {self.target} and horizon = {self.horizon} must be above 0")
 
     def update(self, kl: float, num_steps: int) -> AdaptiveKL:
-        """The controller after `num_steps` more samples with mean KL `kl`."""
+        """Return the controller after `num_steps` more samples with mean KL `kl`."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * num_steps / self.horizon))

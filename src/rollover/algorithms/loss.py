@@ -54,7 +54,7 @@ def _ppo(
 def clip(
     t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> LossAndClipped:
-    """PPO's clip, as GRPO and DAPO use it: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = current / old.
+    """Return PPO's clipped loss: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = current / old.
 
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7; separate bounds as in DAPO (arXiv 2503.14476), eq. 10. `dual_clip` c
     bounds the loss of a negative advantage by -c A (Ye et al. 2020, arXiv 1912.09729, eq. 5); verl has it always on
@@ -84,7 +84,7 @@ def luspo(t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Lo
 
 
 def gmpo(t: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossAndClipped:
-    """-A times the geometric mean over the row of the clipped ratios. Aggregate: seq-mean-token-mean.
+    """Return -A times the geometric mean over the row of the clipped ratios. Aggregate: seq-mean-token-mean.
 
     Zhao et al. 2025 (arXiv 2507.20673). The clip acts on log r, one-sided as PPO's: log r is bounded above by clip_high
     where A > 0 and below by -clip_low where A < 0; the paper's bounds are 0.4. Every token of a row holds the loss of
@@ -248,7 +248,7 @@ def importance_sampling(t: TokenBatch) -> LossAndClipped:
 
 
 def dro(t: TokenBatch, *, beta: float = 1.0) -> LossAndClipped:
-    """-(A logprob - beta / 2 (log r)^2): a quadratic penalty on the log-ratio in place of weight and clip.
+    """Return -(A logprob - beta / 2 (log r)^2): a quadratic penalty on the log-ratio in place of weight and clip.
 
     Direct Reward Optimisation, Richemond et al. 2024 (arXiv 2405.19107), with an advantage in the place of reward minus
     value; as verl's, which has no default for beta. The penalty pulls a token of advantage 0 back, too. Its exponents
@@ -267,7 +267,7 @@ def sapo(
     tau_negative: float = 1.05,
     level: Literal["token", "sequence"] = "token",
 ) -> LossAndClipped:
-    """-A * 4 / tau * sigmoid(tau (r - 1)): a smooth gate instead of a clip. Aggregate: seq-mean-token-mean.
+    """Return -A * 4 / tau * sigmoid(tau (r - 1)): a smooth gate instead of a clip. Aggregate: seq-mean-token-mean.
 
     Gao et al. 2025 (arXiv 2511.20347). tau is tau_positive where A > 0, else tau_negative. At r = 1 the gradient is
     REINFORCE's. `level` "sequence": the ratio of `gspo` in the place of the token's. Nothing counts as clipped.
@@ -481,7 +481,7 @@ def entropy_bonus(entropy_BT: torch.Tensor, mask_BT: torch.Tensor, *, coef: floa
 
 @torch.no_grad()
 def high_entropy_mask(entropy_BT: torch.Tensor, mask_BT: torch.Tensor, *, share: float = 0.2) -> torch.Tensor:
-    """The `share` of tokens of highest entropy, as a mask bool [B, T] for the policy loss. Tokens at the bound stay in.
+    """Return a mask [B, T] (bool) of the `share` of tokens of highest entropy. Tokens at the bound stay in.
 
     Wang et al. 2025 (arXiv 2506.01939), the 80/20 rule. The bound is the (1 - share) quantile over the tokens of this
     call, as in TRL (top_entropy_quantile = share): call it before splitting into micro-batches.

@@ -16,17 +16,17 @@ MAX_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """The log-ratio, at most 20 away from 0; no gradient passes beyond."""
+    """Return the log-ratio, at most 20 away from 0; no gradient passes beyond."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp of the bounded log-ratio: always finite, and never 0."""
+    """Return exp of the bounded log-ratio: always finite, and never 0."""
     return torch.exp(bounded(log_ratio))
 
 
 def masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The values in float32 where `mask` (bool) holds, and 0 elsewhere, whatever stands there (NaN, too)."""
+    """Return the values in float32 where `mask` (bool) holds, and 0 elsewhere, whatever stands there (NaN, too)."""
     return torch.where(mask, values.float(), 0.0)
 
 
@@ -121,7 +121,7 @@ def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def ratio_at(t: TokenBatch, level: Literal["token", "sequence"]) -> torch.Tensor:
-    """The ratio of the token [B, T], or that of the sequence, exp(mean over the row's tokens of log r).
+    """Return the ratio of the token [B, T], or that of the sequence, exp(mean over the row's tokens of log r).
 
     The latter at each of its tokens, which passes the gradient of its own log-prob: GSPO-token of arXiv 2507.18071.
     """

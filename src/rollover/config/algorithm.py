@@ -228,8 +228,10 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
     @model_validator(mode="wrap")
     @classmethod
     def _with_preset(cls, given: Any, make: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """The values given, above those of the preset, which do not count as set (`model_fields_set`). load_config lays
-        one over the other by itself."""
+        """Validate the given values over those of the preset, which do not count as set (`model_fields_set`).
+
+        load_config merges the two by itself.
+        """
         if info.context is UNSETTLED or not isinstance(given, dict):
             return make(given)
         name = given.get("preset", cls.model_fields["preset"].default)

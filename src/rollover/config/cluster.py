@@ -61,7 +61,7 @@ class ClusterConfig(Table):
 
 
 def num_ranks(config: Any) -> int:
-    """Processes that train together; 0 where the controller trains by itself, or a service does."""
+    """Return the number of ranks; 0 where the controller trains by itself, or a service does."""
     return config.backend.num_ranks if config.backend.type == "ranks" else 0
 
 

@@ -57,7 +57,7 @@ def _forgets_minibatches(config: Any) -> bool:
 
 
 def _several_updates(train: Any) -> tuple[str, str]:
-    """(the options because of which a step has several updates, with their values; the same, set so that it has
+    """Return (the options because of which a step has several updates, with values; the same, set so that it has
     one)."""
     counts = {name: getattr(train, name) for name in ("minibatches_per_step", "epochs_per_step")}
     above = {f"train.{name}": num for name, num in counts.items() if num > 1}
@@ -100,7 +100,7 @@ def _uncorrected(
     why: str,
     fix: str,
 ) -> Refused:
-    """`what` needs the ratio to the policy that sampled, and the loss, so far as is known, does not hold it."""
+    """Return the rule that `what` needs the ratio to the sampling policy, which the loss is not known to hold."""
 
     def message(config: Any) -> str:
         algorithm = config.algorithm

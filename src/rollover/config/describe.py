@@ -20,7 +20,7 @@ Line = Callable[[str, str, Any], str]  # (dotted key, name, value) -> the line t
 
 
 def as_toml(resolved: Resolved) -> str:
-    """The configuration as TOML: above every key its doc and what it takes, behind it which layer set the value."""
+    """Return the configuration as TOML: each key with its doc and accepted values above, and its layer behind."""
 
     def line(key: str, name: str, value: Any) -> str:
         return f"{name} = {toml_value(value)}  # {resolved.origin.get(key, 'default')}"
@@ -31,12 +31,12 @@ def as_toml(resolved: Resolved) -> str:
 
 
 def settings_as_toml(config: Config) -> str:
-    """The settings alone, as TOML that loads again: for a process that is given a file."""
+    """Return the settings alone as TOML, for a process that loads a file."""
     return "\n".join(lines_of(config, lambda key, name, value: f"{name} = {toml_value(value)}")).strip() + "\n"
 
 
 def as_json(resolved: Resolved) -> str:
-    """The configuration as JSON: the content of a run's config.resolved.json."""
+    """Return the configuration as JSON: the content of a run's config.resolved.json."""
     return json.dumps(resolved.config.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
 
 

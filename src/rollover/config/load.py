@@ -55,7 +55,7 @@ def load_config(
     require_sources: bool = True,
     under: Callable[[Config], Mapping[str, Any]] | None = None,
 ) -> Resolved:
-    """The configuration of `files`, changed by `overrides` (dotted key, text of a TOML value or a plain string).
+    """Return the configuration of `files`, changed by `overrides` (dotted key, text of a TOML value or a plain string).
 
     In place of a file there may be a mapping (tables as in a file, or values by dotted keys), or settings of a run's
     directory, which are refused where they name code that nobody trusts: before anything of it is imported.
@@ -101,7 +101,7 @@ def load_config(
 
 
 def _layers(stack: Sequence[tuple[str, Values]]) -> Layers:
-    """The labelled values, each above those before it."""
+    """Return the labelled values, each above those before it."""
     layers = Layers()
     for label, values in stack:
         if label != COMMAND_LINE or COMMAND_LINE not in layers.labels:
@@ -229,7 +229,7 @@ def _put_element(layers: Layers, key: str, value: Any) -> None:
 
 
 def _preset(stack: list[tuple[str, Values]]) -> tuple[str, Values]:
-    """The lowest layer: the preset that the topmost layer names."""
+    """Return the lowest layer: the preset that the topmost layer names."""
     for label, values in reversed(stack):
         if "algorithm.preset" in values:
             name = values["algorithm.preset"]

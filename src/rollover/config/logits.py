@@ -70,7 +70,7 @@ class LogitsConfig(Table):
         return self.model_dump() != LogitsConfig().model_dump()
 
     def processing(self) -> LogitsProcessing:
-        """The same for the engine. ValueError for a schema that cannot be read."""
+        """Return the options in the form for engines. ValueError for a schema that cannot be read."""
         bias = {int(token): float(value) for token, value in self.logit_bias.items()}
         bias |= dict.fromkeys(self.banned_token_ids, float("-inf"))
         return LogitsProcessing(
@@ -86,7 +86,7 @@ class LogitsConfig(Table):
 
 
 def _schema(given: str) -> str:
-    """The schema, as JSON. ValueError that names the option."""
+    """Return the schema, as JSON. ValueError that names the option."""
     key = "rollout.logits.json_schema"
     try:
         text = given if given.lstrip().startswith("{") else Path(given).expanduser().read_text()
@@ -112,7 +112,7 @@ def _no_schema(config: Any) -> str:
 
 
 def _no_bias(config: Any) -> str:
-    """The first token of logit_bias that is no id, or whose bias is out of bounds; "" if all are sound."""
+    """Return the first token of logit_bias that is no id, or whose bias is out of bounds; "" if all are sound."""
     for token, bias in config.rollout.logits.logit_bias.items():
         if not token.isdecimal() or not abs(bias) <= _MOST_BIAS:
             return token
@@ -120,8 +120,7 @@ def _no_bias(config: Any) -> str:
 
 
 def _shortest_evaluated(config: Any) -> int | None:
-    """The lowest limit of an evaluation's answers; None where there is no evaluation, or agents play its episodes,
-    which rollout.max_new_tokens limits."""
+    """Return the lowest token limit of evaluations; None without evaluation, or with agents."""
     if not config.eval.num_tasks or config.workflow.agent:
         return None
     return min(config.eval.tokens_of(of, config.rollout.max_new_tokens) for of in config.eval.every_setting)

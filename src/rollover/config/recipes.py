@@ -31,7 +31,7 @@ def about(path: Path) -> str:
 
 
 def located(word: Path | str) -> tuple[str, Path]:
-    """(the name for messages, the path) of a FILE on the command line.
+    """Return (the name for messages, the path) of a FILE on the command line.
 
     A word without a folder and without a suffix is the file of that name, that file with .toml, or a recipe, whichever
     there is first. So is the name of a recipe with a dot in it. Anything else is the path that it is.
@@ -47,13 +47,13 @@ def located(word: Path | str) -> tuple[str, Path]:
 
 
 def word_for(name: str) -> Path:
-    """The word that means the recipe `name` as a FILE, even if a file in the working directory has that name."""
+    """Return the word that means the recipe `name` as a FILE, even if a file in the working directory has that name."""
     path = recipe(name)
     return Path(name) if located(name)[1] == path else path
 
 
 def recipe(name: str) -> Path:
-    """The file of a recipe. ConfigError if there is none of that name."""
+    """Return the file of a recipe. ConfigError if there is none of that name."""
     known = recipes()
     if name not in known:
         raise ConfigError(f"there is no recipe {name!r}{hint(name)}")
@@ -61,13 +61,13 @@ def recipe(name: str) -> Path:
 
 
 def near(name: str) -> str:
-    """The recipe that `name` may have meant; "" if none is like it."""
+    """Return the recipe that `name` may have meant; "" if none is like it."""
     known = list(recipes())
     found = alike(name, known) or [k for k in known if name in k.split("_")]
     return found[0] if found else ""
 
 
 def hint(name: str) -> str:
-    """The end of a message about a name that no recipe has: the one that was meant, or all of them."""
+    """Return the end of a message about a name that no recipe has: the one that was meant, or all of them."""
     meant = near(name)
     return f". Did you mean the recipe {meant}?" if meant else f". The recipes are {', '.join(recipes())}"

@@ -7,7 +7,7 @@ from rollover.config.traits import estimator
 
 
 def default_kl_kind(kl_in: object) -> Literal["k1", "k3"]:
-    """The estimator where algorithm.kl_kind says none."""
+    """Return the estimator where algorithm.kl_kind says none."""
     return "k1" if kl_in == "reward" else "k3"
 
 
@@ -62,7 +62,7 @@ def _in_reward(config: Any) -> bool:
 
 
 def _without_reward(config: Any) -> str:
-    """An estimator of the run, of [algorithm] or of a role, that has no reward to put the KL into; "" if none is."""
+    """Return an estimator of [algorithm] or a role whose rewards cannot hold the KL; "" if there is none."""
     used = config.workflow.advantages(config.algorithm.advantage)
     return next((name for name in used if estimator(name).no_kl_in_reward), "")
 

@@ -131,11 +131,11 @@ class RewardsConfig(Table):
         return self.processes_of(cores())
 
     def processes_of(self, num_cores: int) -> int:
-        """The same for a machine of so many cores."""
+        """Return the number of worker processes on a machine with `num_cores`."""
         return self.num_workers or min(4, max(1, num_cores - 1))
 
     def allowed_s(self, num_rollouts: int) -> float:
-        """The longest that scoring so many rollouts may take by these limits, if the function loads at once."""
+        """Return the time limit in seconds for scoring `num_rollouts`, without loading the function."""
         return (1 + self.retries) * (self.startup_timeout_s + num_rollouts * self.timeout_s)
 
 
@@ -200,7 +200,7 @@ def _written(config: Any) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 
 
 def _slow_code(config: Any) -> str:
-    """The first reward `code` whose tests may take as long as its worker has; "" if none may."""
+    """Return the first reward `code` whose tests may take as long as its worker has; "" if none may."""
     for key, spec, params in _written(config):
         name, _, rest = spec.partition("/")
         if name != "code":

@@ -196,7 +196,7 @@ class RolloutConfig(Table):
         return not self.overlap and (self.interrupt == "never" or self.one_step_in_flight)
 
     def staleness_bound(self, publish_every: int) -> int:
-        """The largest staleness that a token in the loss can have: see staleness.staleness_bound."""
+        """Return the largest staleness that a token in the loss can have: see staleness.staleness_bound."""
         return staleness.staleness_bound(
             self.max_staleness,
             self.groups_per_step,

@@ -129,7 +129,7 @@ def tables(table: type[Table] = Config, prefix: str = "") -> Iterator[tuple[str,
 
 
 def field_at(key: str) -> FieldInfo | None:
-    """The field behind a dotted key (`tasks.sources.0.kind` too); None if there is none, or it is a table."""
+    """Return the field behind a dotted key (`tasks.sources.0.kind` too); None if there is none, or it is a table."""
     table: type[Table] | None = Config
     info: FieldInfo | None = None
     parts = key.split(".")
@@ -159,7 +159,7 @@ def names(indices: tuple[int, ...] = ()) -> list[str]:
 
 
 def default_of(key: str) -> Any:
-    """The default behind a dotted key; pydantic's Undefined if it must be given."""
+    """Return the default behind a dotted key; pydantic's Undefined if it must be given."""
     info = field_at(key)
     assert info is not None, key
     return info.get_default(call_default_factory=True)
@@ -201,7 +201,7 @@ _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """The strings a Literal (or a union of Literals) allows; empty for anything else."""
+    """Return the strings a Literal (or a union of Literals) allows; empty for anything else."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     if get_origin(annotation) in (typing.Union, types.UnionType):

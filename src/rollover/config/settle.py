@@ -43,7 +43,7 @@ class Layers:
 
 
 def settle(config: Config, layers: Layers) -> tuple[Config, list[str], list[str]]:
-    """(the configuration without options that a later layer switched off, notices of those, errors of the others).
+    """Reset options without effect; return (configuration, notices of the resets, errors).
 
     An option without effect is an error only when it comes from the same or a later layer than the setting that
     switches it off: recipes work alone and as overlays. A reset may switch off more, so this runs to a fixed point.
@@ -79,7 +79,7 @@ def refuse(config: Config, layers: Layers, problems: list[str], require_sources:
 
 
 def _source(keys: tuple[str, ...], layers: Layers) -> str:
-    """The topmost layer that set one of `keys`, as the head of a message: the place to look at first."""
+    """Return the topmost layer that set one of `keys`, as the head of a message: the place to look at first."""
     top = max(_layer_of(key, layers) for key in keys)
     return f"{layers.labels[top]}: " if top >= 0 else ""
 
@@ -89,14 +89,14 @@ def _layer_of(key: str, layers: Layers) -> int:
 
 
 def _replace(config: Config, key: str, value: Any) -> Config:
-    """A copy of `config` with one value changed."""
+    """Return a copy of `config` with one value changed."""
     data = config.model_dump()
     put(data, key, value)
     return Config.model_validate(data, strict=True, context=UNSETTLED)
 
 
 def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
-    """Final values for the options whose default depends on others, and what set each option."""
+    """Return final values for the options whose default depends on others, and what set each option."""
     origin = {key: layers.labels[index] for key, index in layers.index.items()}
     if config.algorithm.supervised:
         for key in ("rollout.groups_per_step", "rollout.in_flight_groups"):
@@ -131,7 +131,7 @@ def derive(config: Config, layers: Layers) -> tuple[Config, dict[str, str]]:
 
 
 def notices_of_ratio(config: Config, layers: Layers) -> list[str]:
-    """A notice of the options that are set and act on the current/proximal ratio, where that is always 1."""
+    """Return a notice of the options that are set and act on the current/proximal ratio, where that is always 1."""
     if not ratio_is_one(config):
         return []
     preset = f"preset {config.algorithm.preset}"

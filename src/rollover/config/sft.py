@@ -81,7 +81,7 @@ _KEPT = {"preset", "loss", "loss_options", "aggregation", "aggregation_norm", "e
 
 
 def rules(algorithm: type[Table], others: tuple[str, ...]) -> tuple[Rule, ...]:
-    """The rules; `algorithm` is the table [algorithm]. `others`: options that are about groups that are generated."""
+    """Return the rules. `algorithm`: the table [algorithm]. `others`: options about generated groups."""
     return (
         Refused(
             ("algorithm.loss", "sft.path", "sft.rollouts"),

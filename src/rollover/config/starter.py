@@ -27,7 +27,7 @@ def write_starter(name: str, target: Path) -> None:
 
 
 def starter(name: str) -> str:
-    """The text of that file."""
+    """Return the text of that file."""
     path = recipe(name)
     resolved = load_config([path])
     source = path.read_text(encoding="utf-8")

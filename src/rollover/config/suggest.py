@@ -23,7 +23,7 @@ ALL_KEYS = "`rollover config FILE.toml` prints every key with its doc"
 
 
 def unknown_table(key: str) -> str:
-    """The message about a [table] that does not exist."""
+    """Return the error of an unknown [table]."""
     known = {name: f"[{name}]" for name, _ in tables()}
     known |= {name: f"[[{name}]]" for name, info in leaves() if row_of(info.annotation)}
     near = _near(key, known, _TABLE) or [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -33,7 +33,7 @@ def unknown_table(key: str) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """The message about a key that does not exist: with the nearest of its own table, else the same name in another."""
+    """Return the error of an unknown key: with the nearest key of its table, else of another."""
     table, _, name = key.rpartition(".")
     for array, info in leaves():
         if (row := row_of(info.annotation)) and array.rpartition(".")[0] == table and name in row.model_fields:
@@ -71,7 +71,7 @@ def near_keys(key: str, known: Collection[str]) -> list[str]:
 
 
 def unknown_flags(words: Iterable[str], options: Collection[str], keys: bool = True) -> str:
-    """The message about command-line words that nothing takes; `options`: of the verb; `keys`: it takes keys, too."""
+    """Return the error of unknown command-line words. `options`: of the verb. `keys`: whether it takes keys."""
     words = list(words)
     flag = next((word for word in words if word.startswith("-")), None)
     if flag is None:

@@ -93,11 +93,11 @@ def option(  # noqa: PLR0913 - pydantic's four bounds, and ours
     unlimited: bool = False,
     entry_points: str = "",
 ) -> Any:
-    """A field of a table. `only_if`, `unless`: it has no effect in any other case, and setting it then is an error.
-    `unlimited`: it is a limit, and inf means no limit. Every other number must be finite. `entry_points`: a kind of
-    registry.KINDS, whose registered names it takes.
+    """Make a field of a table.
 
-    `rollover config` prints the conditions, and the JSON schema has them; gt, ge, lt and le are pydantic's bounds.
+    `only_if`, `unless`: setting the option is an error where these do not hold; `rollover config` and the JSON schema
+    show them. `unlimited`: a limit that may be inf; every other number must be finite. `entry_points`: the kind of
+    registry.KINDS whose registered names the option accepts. gt, ge, lt and le: pydantic's bounds.
     """
     said = {"only_if": _listed(only_if), "unless": _listed(unless)}
     conditions: Any = {
@@ -144,7 +144,7 @@ class Inert:
         return f"{key} has no effect {self.reason(config)}. {advice}"
 
     def without_effect(self, config: Any, keys: Collection[str]) -> list[str]:
-        """The options of this rule, of those among `keys`, that are set and have no effect in `config`."""
+        """Return the options of this rule, of those among `keys`, that are set and have no effect in `config`."""
         of_these = [key for key in self.options if key in keys]
         if not of_these or not self.when(config):
             return []
@@ -204,7 +204,7 @@ class Needs:
         return f"{self.key} = {' or '.join(words)}" if len(words) < 4 else f"{self.key} is one of {', '.join(words)}"
 
     def rule(self, option: str) -> Inert:
-        """The rule that `option` has no effect where this condition does not hold."""
+        """Return the rule that `option` has no effect where this condition does not hold."""
 
         def why(config: Any) -> str:
             now = json.dumps(value_of(config, self.key), ensure_ascii=False)
@@ -223,7 +223,7 @@ def _function_or(value: Any) -> str:
 
 
 def needs_of(info: FieldInfo) -> list[Needs]:
-    """The conditions of an option."""
+    """Return the conditions of an option."""
     said = info.json_schema_extra
     if not isinstance(said, dict):
         return []
@@ -312,8 +312,7 @@ def alone(table: str, rules: Iterable[Rule]) -> list[Rule]:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """The value behind a dotted key of a configuration, or of its `model_dump()`; `tasks.sources.0.kind` is one of a
-    list of tables."""
+    """Return the value of a dotted key (`tasks.sources.0.kind`) of a configuration, or of its `model_dump()`."""
     value: Any = config
     for part in key.split("."):
         if isinstance(value, list):
@@ -352,10 +351,10 @@ def given(table: Table, prefix: str = "") -> Iterator[str]:
 
 
 def table_of(annotation: Any) -> type[Table] | None:
-    """The Table behind `annotation`, if it is one (not a list of them)."""
+    """Return the Table behind `annotation`, if it is one (not a list of them)."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, Table) else None
 
 
 def row_of(annotation: Any) -> type[Table] | None:
-    """The Table of one element, if `annotation` is a list of tables ([[tasks.sources]])."""
+    """Return the Table of one element, if `annotation` is a list of tables ([[tasks.sources]])."""
     return table_of(get_args(annotation)[0]) if get_origin(annotation) is list else None

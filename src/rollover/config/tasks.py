@@ -244,7 +244,7 @@ def _no_source(config: Any) -> str:
 
 
 def _first(config: Any, like: Callable[[TaskSourceConfig], bool]) -> str:
-    """The key of the first source of which `like` holds, such as tasks.sources.0; "" if there is none."""
+    """Return the key of the first source of which `like` holds, such as tasks.sources.0; "" if there is none."""
     return next((f"tasks.sources.{i}" for i, s in enumerate(config.tasks.sources) if like(s)), "")
 
 

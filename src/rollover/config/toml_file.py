@@ -33,7 +33,7 @@ _MEANINGS = (
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's tables. ConfigError for one that is not there, is no text or no TOML."""
+    """Return the file's tables. ConfigError for one that is not there, is no text or no TOML."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: give a TOML file in it{_tomls(path)}")
     if not path.is_file() and "=" in path.name:  # hydra's form of an override
@@ -65,7 +65,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _meant(path: Path) -> str:
-    """The end of a message about a file that is not there: one with a name like it, a recipe, or what lies there."""
+    """Return the end of the error of a missing file: a similar name, a recipe, or the folder's files."""
     files = [name for name in near_paths(path, (".toml",)) if Path(name).is_file()]
     if files:
         return f". Did you mean {' or '.join(files)}?"

@@ -248,7 +248,7 @@ def _is_remote(config: Any) -> bool:
 
 
 def _not_an_address(config: Any) -> str | None:
-    """The first of engine.urls that is none of http://host:port, or is there twice."""
+    """Return the first of engine.urls that is none of http://host:port, or is there twice."""
     seen: set[str] = set()
     for url in config.engine.urls:
         parts = urlsplit(url)

@@ -120,12 +120,12 @@ ADVANTAGES = {
 
 
 def estimator(name: str) -> AdvantageTraits:
-    """The traits of algorithm.advantage = `name`. A function of the user's own is called with rewards and groups."""
+    """Return the traits of an estimator. Custom functions read rewards and groups."""
     return ADVANTAGES.get(name) or AdvantageTraits("a custom function")
 
 
 def with_estimator(like: Callable[[AdvantageTraits], bool]) -> tuple[str, ...]:
-    """The condition of an option: algorithm.advantage is an estimator of whose traits `like` holds."""
+    """Return the condition of an option: algorithm.advantage is an estimator of whose traits `like` holds."""
     return ("algorithm.advantage", *(name for name, traits in ADVANTAGES.items() if like(traits)))
 
 

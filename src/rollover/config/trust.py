@@ -135,7 +135,7 @@ def _names(option: str, value: Any) -> bool:
 
 
 def _option_of(path: tuple[str, ...]) -> str:
-    """The option that holds a value at this path; "" where it is data, or no option."""
+    """Return the option that holds a value at this path; "" where it is data, or no option."""
     options = _options()
     for end in range(len(path), 0, -1):
         if (option := options.get(path[:end])) is not None:
@@ -177,7 +177,7 @@ def _holds_text(annotation: Any) -> bool:
 
 
 def _named_tables(info: FieldInfo) -> type[Table] | None:
-    """The Table of a field that has one for each name."""
+    """Return the Table of a field that has one for each name."""
     return table_of(get_args(info.annotation)[1]) if get_origin(info.annotation) is dict else None
 
 

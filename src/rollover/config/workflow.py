@@ -15,7 +15,7 @@ TOOL_FORMATS = ("hermes", "json")
 
 
 def _words(value: Any) -> Any:
-    """A text as the words of a shell; no shell ever sees it."""
+    """Split a text into words as a shell does; no shell runs."""
     return shlex.split(value) if isinstance(value, str) else value
 
 
@@ -190,7 +190,7 @@ class WorkflowConfig(Table):
         return next((f"workflow.{name}" for name in ("function", "command", "verifiers") if getattr(self, name)), "")
 
     def advantage_of(self, role: str, default: str) -> str:
-        """The estimator of a role, where `default` is algorithm.advantage."""
+        """Return the estimator of a role, where `default` is algorithm.advantage."""
         return (role in self.roles and self.roles[role].advantage) or default
 
     @property
@@ -199,7 +199,7 @@ class WorkflowConfig(Table):
         return frozenset(name for name, role in self.roles.items() if not role.trained)
 
     def advantages(self, default: str) -> tuple[str, ...]:
-        """The estimators that the roles have, where `default` is algorithm.advantage."""
+        """Return the estimators that the roles have, where `default` is algorithm.advantage."""
         named = [role.advantage or default for role in self.roles.values() if role.trained]
         return tuple(dict.fromkeys(named or [default]))
 
@@ -218,7 +218,7 @@ def _unknown(config: Any) -> str:
 
 
 def _impossible(config: Any) -> list[str]:
-    """The roles that no trajectory can have: where nobody names roles all of them are those of the policy."""
+    """Return the roles that no trajectory can have: where nobody names roles all of them are those of the policy."""
     named = config.workflow.agent or config.tasks.producer or config.run.train_on_recorded
     return [] if named else sorted(config.workflow.roles.keys() - {"policy"})
 

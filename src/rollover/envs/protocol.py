@@ -94,7 +94,7 @@ class RunEnvironment(Environment):
         self._encode = encode
 
     def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | str | None = None) -> Prompt:
-        """The task's prompt as token ids; `instead`: of what a teacher reads in the place of its messages or text."""
+        """Return the task's prompt as token ids. `instead`: messages or text that replace the task's, for a teacher."""
         if instead is not None:
             task = replace(task, **({"prompt": instead} if task.messages is None else {"messages": tuple(instead)}))
         assert self._encode is not None

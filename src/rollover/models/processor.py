@@ -122,7 +122,7 @@ class Processor:
 
     @cached_property
     def _own(self) -> Any:
-        """transformers' processor."""
+        """Return the processor of transformers."""
         from transformers import AutoProcessor
         from transformers.processing_utils import ProcessorMixin
 

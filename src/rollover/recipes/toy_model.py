@@ -95,7 +95,7 @@ def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _example(a: int, b: int, given_up: float, draw: random.Random) -> str:
-    """A question with thoughts and the right answer, or with `?`."""
+    """Return a question with thoughts and the right answer, or with `?`."""
     if draw.random() < given_up:
         return f"{a}+{b}=?"
     thought, mean = ("~", LONG) if draw.random() < LOST else (".", SHORT)

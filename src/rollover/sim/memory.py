@@ -87,7 +87,7 @@ def _dtype(config: Config) -> str:
 
 
 def _trained(what: str, config: Config, moments: int, optimizer: str, of_policy: bool = True) -> MemoryPart:
-    """A fully trained model: master weights, and a bfloat16 copy for computing unless ranks gather that."""
+    """Return the memory of a fully trained model: master weights, and a bfloat16 copy unless ranks gather it."""
     copy = 2 if _dtype(config) == "bfloat16" and not num_ranks(config) else 0
     made = [f"weights {_MASTER} + {copy}" if copy else f"weights {_MASTER}", f"gradients {_GRADIENT}"]
     made += [f"{optimizer} {moments}"] if moments else []

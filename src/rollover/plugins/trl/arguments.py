@@ -153,7 +153,7 @@ def _reward(reward: Any) -> dict[str, Any]:
 
 
 def _named(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number repeated names. With several rewards, change names that are reserved in the records."""
+    """Append numbers to repeated names. With several rewards, change names that are reserved in the records."""
     seen: Counter[str] = Counter()
     for row in rows:
         row["name"] += "_reward" if row["name"] in RESERVED and len(rows) > 1 else ""

@@ -87,7 +87,7 @@ class GRPOTrainer:
 
     @property
     def state(self) -> Any:
-        """transformers' TrainerState, with `global_step` (updates, as in TRL) and `log_history`."""
+        """Return the TrainerState of transformers, with `global_step` (updates, as in TRL) and `log_history`."""
         return self._callbacks.state
 
     @property

@@ -56,7 +56,13 @@ def local_trainer(  # noqa: PLR0913 - keyword-only; the parts of the trainer
     config = plain.model_copy(
         update={
             "model": plain.model.model_copy(update=model),
-            "rollout": plain.rollout.model_copy(update={"max_new_tokens": max_new_tokens}),
+            "rollout": plain.rollout.model_copy(
+                update={
+                    "max_new_tokens": max_new_tokens,
+                    "max_staleness": max_staleness,
+                    "overlap": max_staleness > 0,  # else no token gets so old
+                }
+            ),
             "engine": plain.engine.model_copy(update={"kind": "remote" if merges_lora else "embedded"}),
             "track": plain.track.model_copy(update={"token_stats": tells_tokens}),
             "train": train,
@@ -65,7 +71,7 @@ def local_trainer(  # noqa: PLR0913 - keyword-only; the parts of the trainer
             "critic": critic or plain.critic,
         }
     )
-    setup = BackendSetup(config, loaded, team, max_staleness)
+    setup = BackendSetup(config, loaded, team)
     backend = LocalBackend(setup, teacher=teacher, reference=reference, critic_model=critic_model)
     return Trainer(backend, config, team)
 

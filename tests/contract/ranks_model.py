@@ -31,8 +31,8 @@ def config(folder: Path, *, dtype: str = "float32", num_ranks: int = 2, **tables
     return Config.model_validate(values)
 
 
-def setup(of: Config, *, max_staleness: int = 2, engine: Any = None) -> BackendSetup:
-    return BackendSetup(of, load_model(of.model, device=pick_device(of.model.device)), Team(), max_staleness, engine)
+def setup(of: Config, *, engine: Any = None) -> BackendSetup:
+    return BackendSetup(of, load_model(of.model, device=pick_device(of.model.device)), Team(), engine)
 
 
 def pair(of: Config, ranks: Ranks) -> tuple[RanksBackend, LocalBackend]:

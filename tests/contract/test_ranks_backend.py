@@ -26,13 +26,12 @@ from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.functions import FunctionError
 from rollover.models.threads import Team
-from rollover.trainer.backend import REFERENCE, TEACHER, Stream, TrainerBackend
+from rollover.trainer.backend import REFERENCE, TEACHER, StoredTensors, Stream, TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
-from rollover.trainer.packing import micro_batches
+from rollover.trainer.passes import micro_batches
 from rollover.trainer.ranks.backend import RanksBackend, spread, start_ranks
 from rollover.trainer.ranks.group import LocalRanks
-from rollover.trainer.stored_tensors import StoredTensors
 from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
@@ -198,7 +197,7 @@ def test_the_reference_and_earlier_versions_are_the_weights_that_were_kept(
         folder,
         dtype=dtype,
         algorithm={"kl_coef": 0.1, "proximal": "snapshot", "correction": "token_truncate"},
-        rollout={"max_staleness": 2, "in_flight_groups": 6},
+        rollout={"max_staleness": 2, "in_flight_groups": 9},
     )
     ranks = RanksBackend(ranks_model.setup(of), two)
     seen = []
@@ -336,7 +335,7 @@ def test_what_a_models_files_hold_beside_its_weights_is_saved_and_used_by_all_ra
 def keeping(folder: Path, dtype: str = "float32") -> Config:
     """With weights that are kept beside the current ones."""
     algorithm = {"kl_coef": 0.1, "proximal": "snapshot", "correction": "token_truncate"}
-    rollout = {"max_staleness": 2, "in_flight_groups": 6}
+    rollout = {"max_staleness": 2, "in_flight_groups": 9}
     return ranks_model.config(folder, dtype=dtype, algorithm=algorithm, rollout=rollout)
 
 

@@ -13,9 +13,8 @@ import torch
 from rollover.engine.protocol import ExtendRequest
 from rollover.models.load import ModelLimits
 from rollover.trainer.backend import BackendSetup, Stream, Version
-from rollover.trainer.objective import Counts, Objective
-from rollover.trainer.packing import PackedBatch, pack
-from rollover.trainer.tally import Tally
+from rollover.trainer.objective import Counts, Objective, Tally
+from rollover.trainer.passes import PackedBatch, pack
 from rollover.types import Sample, Segment, StopReason
 
 VOCAB = 102

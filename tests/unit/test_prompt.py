@@ -21,7 +21,7 @@ from rollover.tasks.prompts import truncated
 from rollover.tasks.reroll import Reroll
 from rollover.track.records import FORMATS, RolloutRecorder, read_rollouts
 from rollover.track.tracker import RecordedGroup
-from rollover.trainer.packing import row_tokens
+from rollover.trainer.passes import row_tokens
 from rollover.types import Media, Prompt, Reward, SamplingParams, Task
 from rollover.workflows.conversations import turn_key
 

@@ -87,6 +87,11 @@ class Config(Table):
         return self.rollout.staleness_bound(self.train.publish_every)
 
     @property
+    def staleness_bound_with_replay(self) -> int:
+        """The largest staleness that a token in the loss can have, replayed ones included."""
+        return max(self.staleness_bound, self.replay.max_staleness if self.replay.size else 0)
+
+    @property
     def tells_tokens(self) -> bool:
         """Whether it is recorded what training made of each token."""
         return self.records_rollouts and self.track.token_stats

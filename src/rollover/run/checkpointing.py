@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -31,8 +31,7 @@ from rollover.run.pipeline import Pipeline
 from rollover.run.producer import Producer
 from rollover.run.setup import Components, RunContext
 from rollover.run.tracking import Tracking
-from rollover.trainer.backend import CheckpointedBackend
-from rollover.trainer.stored_tensors import StoredTensors
+from rollover.trainer.backend import StoredTensors
 from rollover.types import Group
 
 logger = logging.getLogger(__name__)
@@ -65,15 +64,13 @@ def stateful_components(components: Components, producer: Producer) -> list[Stat
     """Return the stateful components of a run, in the order in which they are restored."""
     trainer, lifecycle, prompts, reuse = components.trainer, components.lifecycle, components.prompts, components.reuse
 
-    backend = cast(CheckpointedBackend, trainer.backend)  # build_trainer builds no other
-
     def save_trainer() -> tuple[Mapping[str, Any], Arrays | FolderWriter]:
-        tensors, meta = backend.save_checkpoint()
+        tensors, meta = trainer.backend.save_checkpoint()
         return meta, tensors
 
     def load_trainer(meta: dict[str, Any], stored: Arrays) -> None:
         assert isinstance(stored, StoredTensors)
-        backend.load_checkpoint(stored, meta)
+        trainer.backend.load_checkpoint(stored, meta)
 
     def load_lifecycle(state: Any, arrays: Arrays) -> None:
         lifecycle.load_state_dict(state, arrays)

@@ -14,7 +14,7 @@ api/session.py calls `next_step`, and builds another `Run` where the trainer's b
 from __future__ import annotations
 
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ from rollover.run.weight_sync import WeightSync
 from rollover.track.live import LiveView
 from rollover.track.summary import RunSummary, run_summary
 from rollover.trainer.batch import Batch
-from rollover.trainer.profile import profiled
 from rollover.trainer.reward_kl import Penalties
 from rollover.types import Group
 
@@ -283,7 +282,9 @@ class Run:
         return await self.pipeline.train(lambda: reward_kl.penalties(samples), version)
 
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
-        with profiled(self.config, version + 1, self.directory.path, self.components.trainer.backend):
+        profile = self.directory.path / "profile" / f"step-{version + 1:06d}.json"
+        is_profiled = version + 1 in self.config.train.profile_steps
+        with self.components.trainer.backend.profiled(profile) if is_profiled else nullcontext():
             metrics = self.components.trainer.train_step(batch)
         if self.held_out_loss is not None:
             metrics |= self.held_out_loss.after_step(version + 1, self.components.trainer.backend)

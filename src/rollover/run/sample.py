@@ -30,7 +30,7 @@ from rollover.tasks.image_parts import with_images_of_program
 from rollover.tasks.prompts import encode_prompt
 from rollover.tasks.stream import decorated
 from rollover.track.records import media_of, prompt_of
-from rollover.trainer.stored_tensors import StoredTensors
+from rollover.trainer.backend import StoredTensors
 from rollover.trajectories import Episode, Trajectory
 from rollover.types import Media, Rollout, Segment, StopReason, Task, rollout_seed
 

@@ -11,22 +11,24 @@ weights, optimizer, critic, earlier weights, micro-batches, devices and the loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
 from rollover.checkpoint.storage import FolderWriter
 from rollover.config import AlgorithmConfig, Config
 from rollover.engine.protocol import Engine, ExtendRequest
 from rollover.models.load import LoadedModel
 from rollover.models.threads import Team
-from rollover.trainer.objective import Counts
-from rollover.trainer.stored_tensors import StoredTensors
-from rollover.trainer.tally import Tally
+from rollover.trainer.objective import Counts, Tally
 from rollover.types import Sample, Segment
 
 Stream = dict[str, np.ndarray]
@@ -75,10 +77,11 @@ class TrainerBackend(Protocol):
         """Return the log-probs of the loss tokens, each at its sample's temperature, without dropout or gradient.
 
         `version`: the policy version of the weights; None: the current ones. Kept are version 0 if algorithm.kl_coef >
-        0, and the last max_staleness + 1 versions if algorithm.proximal = "snapshot". TEACHER is the teacher of
-        [distill], whose weights the backend holds. REFERENCE replaces version 0 if `algorithm.own_reference`: weights
-        of another model, or a mix with the current ones every algorithm.reference_refresh_steps. ValueError for weights
-        that are not kept. At equal weights the numbers are those that `forward_backward` computes for the same samples.
+        0, and the last Config.staleness_bound_with_replay + 1 versions if algorithm.proximal = "snapshot". TEACHER is
+        the teacher of [distill], whose weights the backend holds. REFERENCE replaces version 0 if
+        `algorithm.own_reference`: weights of another model, or a mix with the current ones every
+        algorithm.reference_refresh_steps. ValueError for weights that are not kept. At equal weights the numbers are
+        those that `forward_backward` computes for the same samples.
         """
         ...
 
@@ -158,11 +161,16 @@ class TrainerBackend(Protocol):
         ...
 
 
-class CheckpointedBackend(Protocol):
-    """Further methods of our backends and of CustomBackend: how a run checkpoints their state.
+class RunBackend(TrainerBackend, Protocol):
+    """The backend of a run: further members, with defaults for one process. CustomBackend adds them to custom ones.
 
-    Each can read the files of the others.
+    Each can read the checkpoints of the others.
     """
+
+    @property
+    def trained_tokens(self) -> int | None:
+        """Loss tokens whose gradient was computed so far; None where they are not counted."""
+        return None
 
     def save_checkpoint(self) -> tuple[Mapping[str, torch.Tensor] | FolderWriter, dict[str, Any]]:
         """Return the state like `save_state`.
@@ -171,11 +179,30 @@ class CheckpointedBackend(Protocol):
         that writes them by `save_shards` (ranks/sharded.py). It is called before the next step with a folder that all
         processes see, and raises OSError for a disk error.
         """
-        ...
+        return self.save_state()
 
     def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
         """Restore like `load_state`. Each process reads what it needs of the files of `stored`."""
-        ...
+        self.load_state(dict(stored), meta)
+
+    @contextmanager
+    def profiled(self, path: Path) -> Iterator[None]:
+        """Write a trace of the block, for chrome://tracing or Perfetto."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_profile() as profile:
+            yield
+        profile.export_chrome_trace(str(path))
+
+    def close(self) -> None:
+        """Release what it holds beside memory: at the end of a run, or after the backend failed."""
+
+
+def new_profile() -> torch.profiler.profile:
+    """Return a profiler of this process and its GPU, not started."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities)
 
 
 @dataclass(frozen=True)
@@ -187,11 +214,72 @@ class BackendSetup:
     """The model, in float32. The backend trains it, and so changes it."""
     team: Team
     """The CPU threads to compute with: use `team.piece` around each micro-batch."""
-    max_staleness: int
-    """Largest staleness of the versions that `compute_logprobs` is called with."""
     engine: Engine | None = None
     """The engine that `sample` may generate with."""
     logs: Path | None = None
     """Folder for the output of its processes; None: they inherit this process's output."""
     make_ranks: Callable[[], Any] | None = None
     """Starts connected `Ranks` (ranks/group.py) for backend.type = "ranks"; None: processes of this machine."""
+
+
+# Tensors of a checkpoint
+
+
+class _Slice(NamedTuple):
+    path: str
+    starts: list[int]
+    sizes: list[int]
+
+    def read(self, name: str) -> torch.Tensor:
+        with safe_open(self.path, "pt") as file:
+            return file.get_tensor(name)
+
+
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """Lazy mapping from name to tensor.
+
+    `paths`: local safetensors files with whole tensors, or with slices (ranks/sharded.py). ValueError if the slices of
+    a tensor do not make a whole.
+    """
+
+    def __init__(self, paths: Collection[str]) -> None:
+        self.paths = sorted(paths)
+        self._slices: dict[str, list[_Slice]] = {}
+        for path in self.paths:
+            with safe_open(path, "pt") as file:
+                # torch's distributed checkpoint stores in the header where each slice starts.
+                starts = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+                for name in file.keys():  # noqa: SIM118 - it is no dict
+                    sizes = file.get_slice(name).get_shape()
+                    start = starts[name]["saved_offsets"] if name in starts else [0] * len(sizes)
+                    self._slices.setdefault(name, []).append(_Slice(path, start, sizes))
+        for name, slices in self._slices.items():
+            if sum(math.prod(part.sizes) for part in slices) != math.prod(self.shape(name)):
+                raise ValueError(f"the stored slices of {name} do not make a tensor of shape {list(self.shape(name))}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of the whole tensor, without reading it."""
+        ends = ([a + b for a, b in zip(part.starts, part.sizes, strict=True)] for part in self._slices[name])
+        return torch.Size(map(max, zip(*ends, strict=True)))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        slices = self._slices[name]
+        first = slices[0].read(name)
+        if len(slices) == 1:
+            return first
+        whole = torch.empty(self.shape(name), dtype=first.dtype)
+        for part in slices:
+            where = tuple(slice(a, a + b) for a, b in zip(part.starts, part.sizes, strict=True))
+            whole[where] = part.read(name)
+        return whole
+
+
+def shape_of(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Size:
+    """Return the shape of a tensor, without reading a stored one."""
+    return tensors.shape(name) if isinstance(tensors, StoredTensors) else tensors[name].shape

@@ -21,8 +21,7 @@ from rollover.models.threads import Team
 from rollover.models.vision import Vision
 from rollover.trainer.backend import Stream
 from rollover.trainer.optimizer import Optimizer, norm_of
-from rollover.trainer.packing import PackedBatch
-from rollover.trainer.passes import Passes, set_training
+from rollover.trainer.passes import PackedBatch, Passes, set_training
 from rollover.types import Sample
 
 

@@ -17,10 +17,8 @@ import torch
 
 from rollover.engine.protocol import EngineDied, ExtendRequest
 from rollover.functions import CustomObject, described, is_number
-from rollover.trainer.backend import BackendLost, Stream, TrainerBackend, Version
-from rollover.trainer.objective import Counts
-from rollover.trainer.stored_tensors import StoredTensors
-from rollover.trainer.tally import Tally
+from rollover.trainer.backend import BackendLost, RunBackend, Stream, TrainerBackend, Version
+from rollover.trainer.objective import Counts, Tally
 from rollover.types import Sample, Segment
 
 # The contract of each member, completing "it must ...".
@@ -51,7 +49,7 @@ def _parameters(verb: Callable[..., object]) -> Container[str]:
         return ()
 
 
-class CustomBackend(CustomObject):
+class CustomBackend(CustomObject, RunBackend):
     """Wrapper of `backend`, which the function `spec` of backend.type made. Each verb: see `TrainerBackend`.
 
     FunctionError if a verb raises or returns an invalid result; it names the verb and the contract. BackendLost is
@@ -134,15 +132,18 @@ class CustomBackend(CustomObject):
         with self._calling("load_state"):
             self.backend.load_state(tensors, meta)
 
-    def save_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.save_state()
-
-    def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
-        self.load_state(dict(stored), meta)
-
     def save_model(self, folder: Path) -> None:
         with self._calling("save_model"):
             self.backend.save_model(folder)
+
+    # Optional in a custom backend
+
+    @property
+    def trained_tokens(self) -> int | None:
+        return getattr(self.backend, "trained_tokens", None)
+
+    def close(self) -> None:
+        getattr(self.backend, "close", lambda: None)()
 
     # Private
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from rollover.config import AlgorithmConfig, DistillConfig
+from rollover.config import Config
 from rollover.trainer.backend import REFERENCE, TEACHER, Version
 
 
@@ -104,22 +104,20 @@ def _put_in_place(parameter: torch.Tensor, weights: torch.Tensor) -> None:
 class KeptVersions:
     """The kept weights that [algorithm] and [distill] need: reference, teacher and the last versions.
 
-    `max_staleness`: largest staleness for proximal = "snapshot". `without_adapters`: context in which the model
+    `without_adapters`: context in which the model
     computes without them, as the reference of algorithm.reference_path; None if that is another model, or unset.
     """
 
     def __init__(
         self,
         weights: KeptWeights,
-        algorithm: AlgorithmConfig,
-        distill: DistillConfig,
-        max_staleness: int,
+        config: Config,
         without_adapters: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        self.weights, self.algorithm, self.distill, self.max_staleness = weights, algorithm, distill, max_staleness
+        self.weights, self.config, self.algorithm, self.distill = weights, config, config.algorithm, config.distill
         self._without_adapters = without_adapters
-        of_algorithm = algorithm.needs_reference and without_adapters is None
-        self._keeps_reference = of_algorithm or distill.teacher == "initial"
+        of_algorithm = self.algorithm.needs_reference and without_adapters is None
+        self._keeps_reference = of_algorithm or self.distill.teacher == "initial"
 
     def begin(self, reference: Mapping[str, torch.Tensor] | None = None) -> None:
         """Keep the initial weights. `reference`: the reference policy's, if those are others."""
@@ -141,7 +139,7 @@ class KeptVersions:
             self.weights.keep(TEACHER)
         if self.algorithm.proximal == "snapshot":
             self.weights.keep(version_name(version))
-            recent = range(version - self.max_staleness, version + 1)
+            recent = range(version - self.config.staleness_bound_with_replay, version + 1)
             self.weights.keep_only({REFERENCE, TEACHER, *map(version_name, recent)})
 
     def under(self, version: Version | None, current: int) -> AbstractContextManager[None]:

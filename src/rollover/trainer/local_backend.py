@@ -21,16 +21,13 @@ from rollover.models.norms import compile_norms
 from rollover.models.save import give_usual_modes, write_folder
 from rollover.models.vision import Vision
 from rollover.trainer.auxiliary_models import load_critic, load_reference, load_teacher
-from rollover.trainer.backend import TEACHER, BackendSetup, Stream, TrainerBackend, Version
+from rollover.trainer.backend import TEACHER, BackendSetup, RunBackend, StoredTensors, Stream, TrainerBackend, Version
 from rollover.trainer.critic import Critic
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
 from rollover.trainer.lora import ADAPTER, adapter_weights, add_lora, merged_weights, save_adapter
-from rollover.trainer.objective import Counts, Objective, Sums
+from rollover.trainer.objective import Counts, Objective, Sums, Tally
 from rollover.trainer.optimizer import Optimizer
-from rollover.trainer.packing import row_tokens
-from rollover.trainer.passes import Passes, Sharded, set_training
-from rollover.trainer.stored_tensors import StoredTensors
-from rollover.trainer.tally import Tally
+from rollover.trainer.passes import Passes, Sharded, row_tokens, set_training
 from rollover.types import Sample, Segment
 
 
@@ -59,8 +56,8 @@ def make_local(setup: BackendSetup) -> TrainerBackend:
     )
 
 
-class LocalBackend:
-    """The `TrainerBackend` of a run, which documents each verb.
+class LocalBackend(RunBackend):
+    """The `RunBackend` over a model of this process.
 
     The model in `setup` is in float32; its parameters are cast to model.dtype here, after the masters are taken.
     `setup.team` computes: it is assembled in the training thread before every forward pass. `setup.engine`: what
@@ -87,8 +84,7 @@ class LocalBackend:
         self._loaded = loaded
         self._base = str(Path(loaded.path).resolve()) if Path(loaded.path).is_dir() else loaded.path
         self.objective = Objective(algorithm, config.rollout.max_new_tokens, tells_tokens=config.tells_tokens)
-        self.policy_version = 0
-        self.trained_tokens = 0  # loss tokens with a computed gradient, for progress
+        self._version = self._trained_tokens = 0
         self.lora = lora.rank > 0
         self.model = add_lora(loaded.model, lora) if self.lora else loaded.model
         self._plain = self.model.get_base_model() if self.lora else self.model
@@ -110,10 +106,7 @@ class LocalBackend:
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.kept = KeptWeights(trained, shards_of=dtype if sharded else None)
         is_base = self.lora and algorithm.needs_reference and bool(algorithm.reference_path)
-        self._versions = KeptVersions(
-            self.kept, algorithm, config.distill, setup.max_staleness,
-            without_adapters=self.model.disable_adapter if is_base else None,
-        )  # fmt: skip
+        self._versions = KeptVersions(self.kept, config, self.model.disable_adapter if is_base else None)
         self._versions.begin(reference)
         self.critic: Critic | None = None
         if algorithm.needs_critic and critic_model is not None:
@@ -127,6 +120,14 @@ class LocalBackend:
 
     def _train_mode(self, on: bool) -> None:
         set_training(self.model, on and self._training_mode)
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def trained_tokens(self) -> int:
+        return self._trained_tokens
 
     @property
     def flops(self) -> float:
@@ -157,7 +158,7 @@ class LocalBackend:
             with self.team.piece(max(1, row_tokens(micro))):
                 if micro:
                     sums.add(self._add_gradient(micro, counts), micro)
-                    self.trained_tokens += sum(int(s.mask.sum()) for s in micro)
+                    self._trained_tokens += sum(int(s.mask.sum()) for s in micro)
                 else:
                     self._add_zero_gradient()
         if counts.tokens and not any_loss:
@@ -204,8 +205,8 @@ class LocalBackend:
             update |= self.critic.step()
         if ends_step:
             self._train_mode(False)
-            self.policy_version += 1
-            self._versions.on_version(self.policy_version)
+            self._version += 1
+            self._versions.on_version(self._version)
         return update
 
     def forget_gradients(self) -> None:
@@ -245,7 +246,7 @@ class LocalBackend:
     def load_state(self, tensors: Mapping[str, torch.Tensor], meta: dict[str, Any]) -> None:
         self.optimizer.load_state(tensors, meta["optimizer"])
         self.kept.load_state(tensors)
-        self.policy_version = meta["policy_version"]
+        self._version = meta["policy_version"]
         self._versions.check(self.policy_version)
         if self.critic is not None:
             if "critic" not in meta:
@@ -254,9 +255,6 @@ class LocalBackend:
         if "random/cpu" in tensors:
             torch.set_rng_state(tensors["random/cpu"])
         devices.set_random_state(self.device, tensors)
-
-    def save_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.save_state()
 
     def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
         self.load_state(stored, meta)

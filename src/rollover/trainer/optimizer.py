@@ -20,7 +20,7 @@ import torch
 
 from rollover.config import TrainConfig
 from rollover.models.load import cast_parameters
-from rollover.trainer.stored_tensors import shape_of
+from rollover.trainer.backend import shape_of
 
 # State of a rule for a weight: tensors, stored in a checkpoint as `<slot>/<name of the weight>`.
 _SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2", "absmax1", "absmax2")

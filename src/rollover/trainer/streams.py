@@ -1,7 +1,7 @@
 """Streams of numbers per token that a training step adds to its samples, and the tokens that it rejects.
 
 A policy loss declares a stream by a parameter `<stream>_BT`; terms of [algorithm] and [train] have theirs by `used`. A
-new stream is one entry of `STREAMS`. The trainer adds the streams to the samples; packing.py makes tensors of them.
+new stream is one entry of `STREAMS`. The trainer adds the streams to the samples; passes.py makes tensors of them.
 
     start_logprobs      under the weights at the start of the step, whatever algorithm.proximal is
     proximal_logprobs   as algorithm.proximal says; absent where the pass of the update computes the same numbers
@@ -30,7 +30,7 @@ from rollover.algorithms.correction import importance_weights, interpolated_prox
 from rollover.algorithms.loss import CustomLoss, declared_streams, high_entropy_mask, loss_function
 from rollover.config import AlgorithmConfig, Config
 from rollover.staleness import staleness
-from rollover.trainer.backend import Stream, TrainerBackend, Version, reference_version
+from rollover.trainer.backend import RunBackend, Stream, Version, reference_version
 from rollover.types import Sample
 
 SAMPLE_STREAMS = ("behavior_logprobs", "advantages", "versions")
@@ -44,7 +44,7 @@ Minibatches = Sequence[list[Sample]]
 class StreamContext(Protocol):
     """Inputs of a stream's computation: the trainer, at the start of a step."""
 
-    backend: TrainerBackend
+    backend: RunBackend
     whole_config: Config
 
     def logprobs(self, minibatches: Minibatches, version: Version | None = None, timed_as: str = "logprobs") -> Stream:
@@ -165,7 +165,7 @@ def declared_by_loss(config: Config) -> list[str]:
     return [name for name in STREAMS if name in found]
 
 
-def sampling_logprobs(backend: TrainerBackend, minibatches: Minibatches) -> Stream:
+def sampling_logprobs(backend: RunBackend, minibatches: Minibatches) -> Stream:
     """Return the log-probs of every loss token under the trainer's weights that sampled it."""
     out = {s.rollout_id: np.zeros(s.num_loss_tokens, np.float32) for part in minibatches for s in part}
     for part in minibatches:

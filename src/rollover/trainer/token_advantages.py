@@ -17,7 +17,7 @@ from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.credit import RoleCredit
 from rollover.config import AlgorithmConfig
 from rollover.trainer.backend import Stream
-from rollover.trainer.packing import padded
+from rollover.trainer.passes import padded
 from rollover.trainer.streams import STATISTICS, with_stream
 from rollover.types import Sample
 

@@ -29,7 +29,7 @@ from rollover.models.devices import pick_device
 from rollover.models.load import LoadedModel
 from rollover.models.threads import Team
 from rollover.track.token_stats import TokenStats
-from rollover.trainer.backend import TEACHER, BackendLost, BackendSetup, Stream, TrainerBackend, Version
+from rollover.trainer.backend import TEACHER, BackendLost, BackendSetup, RunBackend, Stream, TrainerBackend, Version
 from rollover.trainer.batch import Batch
 from rollover.trainer.custom_backend import CustomBackend
 from rollover.trainer.distill import Divergence, teacher_inputs, with_teacher_advantages
@@ -38,9 +38,11 @@ from rollover.trainer.objective import (
     STAT_LOGPROB,
     STAT_WEIGHT,
     Counts,
+    Tally,
     rate_scale,
     start_kl,
     step_metrics,
+    totals_of,
 )
 from rollover.trainer.ranks.group import Ranks
 from rollover.trainer.reward_kl import RewardKL
@@ -56,7 +58,6 @@ from rollover.trainer.streams import (
     with_weights,
     without_rejected,
 )
-from rollover.trainer.tally import Tally, totals_of
 from rollover.trainer.token_advantages import estimate_tokens, estimate_with_critic, with_bootstrap_token
 from rollover.types import Sample
 
@@ -75,20 +76,18 @@ class Update:
 class UpdateProgress:
     """Loss tokens of a step's updates that a backend has computed; read from another thread."""
 
-    def __init__(self, backend: object) -> None:
+    def __init__(self, backend: RunBackend) -> None:
         self.backend, self._before, self._total = backend, 0, 0
 
     def begin(self, updates: Sequence[Update]) -> None:
         """Start counting for these updates."""
-        self._before = self._count()
+        self._before = self.backend.trained_tokens or 0
         self._total = sum(int(s.mask.sum()) for update in updates for s in update.samples)
 
     def tokens(self) -> tuple[int, int]:
-        """Return (computed tokens, all tokens); (0, 0) for a backend without `trained_tokens`."""
-        return (self._count() - self._before, self._total) if hasattr(self.backend, "trained_tokens") else (0, 0)
-
-    def _count(self) -> int:
-        return getattr(self.backend, "trained_tokens", 0)
+        """Return (computed tokens, all tokens); (0, 0) for a backend that does not count them."""
+        computed = self.backend.trained_tokens
+        return (0, 0) if computed is None else (computed - self._before, self._total)
 
 
 class TokenStatsCollector:
@@ -148,7 +147,7 @@ class Trainer:
     computes with, shared with the engine (run/pipeline.py).
     """
 
-    def __init__(self, backend: TrainerBackend, config: Config, team: Team) -> None:
+    def __init__(self, backend: RunBackend, config: Config, team: Team) -> None:
         self.backend, self.team, self.whole_config = backend, team, config
         self.config, self.algorithm = config.train, config.algorithm
         self.distill, self.critic = config.distill, config.critic
@@ -239,8 +238,8 @@ class Trainer:
         self._divergence, self._seconds = Divergence(), {}
 
     def close(self) -> None:
-        """Close the backend, if it has a `close`."""
-        getattr(self.backend, "close", lambda: None)()
+        """Close the backend."""
+        self.backend.close()
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -475,9 +474,8 @@ def build_trainer(
     `engine`: what the backend may sample with. `logs`, `make_ranks`: see BackendSetup. ValueError if a custom function
     returns no backend; BackendLost if the backend fails while it starts.
     """
-    staleness = max(config.staleness_bound, config.replay.max_staleness if config.replay.size else 0)
     team = Team.from_config(config.run, pick_device(config.model.device))
-    setup = BackendSetup(config, loaded, team, staleness, engine, logs, make_ranks)
+    setup = BackendSetup(config, loaded, team, engine, logs, make_ranks)
     kind = config.backend.type
     try:
         backend = make_named("backend.type", kind, BACKENDS, setup, TrainerBackend, "a trainer's backend")

@@ -23,9 +23,9 @@ from rollover.run.checkpointing import Snapshot, StatefulComponent, load_snapsho
 from rollover.tasks.reroll import Reroll
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
+from rollover.trainer.backend import StoredTensors
 from rollover.trainer.batch import BatchBuilder
 from rollover.trainer.reuse import Reuse
-from rollover.trainer.stored_tensors import StoredTensors
 from rollover.types import Prompt, Reward, StopReason, Task
 from unit.rollout.world import make_segment, make_task, same_rollout
 

@@ -28,7 +28,7 @@ from rollover.staleness import staleness
 from rollover.trainer.backend import Stream
 from rollover.trainer.critic import Critic
 from rollover.trainer.objective import Counts, Objective, rate_scale
-from rollover.trainer.packing import token_batch
+from rollover.trainer.passes import token_batch
 from rollover.trainer.streams import STATISTICS, with_weights, without_rejected
 from rollover.trainer.token_advantages import estimate_tokens, estimate_with_critic, with_bootstrap_token
 from rollover.types import (

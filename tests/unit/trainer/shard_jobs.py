@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rollover.config import TrainConfig
+from rollover.trainer.backend import StoredTensors
 from rollover.trainer.kept_weights import KeptWeights
 from rollover.trainer.optimizer import Optimizer
 from rollover.trainer.ranks.sharded import RankTensors, save_shards
-from rollover.trainer.stored_tensors import StoredTensors
 
 torch.set_num_threads(1)
 

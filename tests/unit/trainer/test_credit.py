@@ -20,7 +20,7 @@ from rollover.config import AlgorithmConfig, TrainConfig, WorkflowConfig
 from rollover.config.traits import LOSSES, Aggregation
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
-from rollover.trainer.packing import micro_batches
+from rollover.trainer.passes import micro_batches
 from rollover.trainer.trainer import Trainer
 from rollover.types import Group, Reward, Sample, SamplingParams, Segment, StopReason, Task
 

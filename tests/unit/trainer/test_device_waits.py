@@ -19,7 +19,7 @@ from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models import kernels
 from rollover.trainer.batch import Batch
-from rollover.trainer.tally import Tally, totals_of
+from rollover.trainer.objective import Tally, totals_of
 from samples import random_samples
 
 # Their results have a size, or are numbers, that Python must know.

@@ -25,7 +25,7 @@ from rollover.models.devices import engine_device, pick_device
 from rollover.models.packed import PackedWeight
 from rollover.run import setup
 from rollover.run.setup import Components, EvalComponents
-from rollover.trainer import tally
+from rollover.trainer import objective
 from rollover.types import Prompt, SamplingParams
 from virtual_time import at_once
 
@@ -175,10 +175,10 @@ def test_nothing_is_computed_in_float64_where_a_device_has_none(monkeypatch: pyt
     tokens, logprobs = sample(logits, params, draws)
     with pytest.raises(TypeError, match="float64"), _NoFloat64():
         sample(logits, params, draws)
-    for module in (sampling, tally):
+    for module in (sampling, objective):
         monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
     half, two = torch.tensor(0.5), torch.tensor(2)
-    sums = tally.Tally()
+    sums = objective.Tally()
     with _NoFloat64():
         narrow = sample(logits, params, draws)
         sums.add({"a": half, "b": two})

@@ -13,9 +13,8 @@ import tiny
 from local_trainer import local_trainer
 from rollover.config import AlgorithmConfig, Config, TrainConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.objective import Counts
+from rollover.trainer.objective import Counts, Tally
 from rollover.trainer.streams import SAMPLE_STREAMS
-from rollover.trainer.tally import Tally
 from rollover.trainer.trainer import Trainer, split_groups, updates_of
 from rollover.types import Sample
 from samples import random_samples

@@ -16,8 +16,7 @@ from rollover.algorithms.token_batch import TokenBatch
 from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.trainer.batch import Batch
-from rollover.trainer.objective import Counts, Objective, rate_scale
-from rollover.trainer.tally import Tally
+from rollover.trainer.objective import Counts, Objective, Tally, rate_scale
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import random_samples

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.models.load import ModelLimits
-from rollover.trainer.packing import micro_batches, pack
+from rollover.trainer.passes import micro_batches, pack
 from rollover.trainer.trainer import split_groups
 from rollover.types import Sample
 from samples import VOCAB, random_samples

@@ -16,7 +16,7 @@ from forked_ranks import RankError, Ranks
 from local_trainer import local_trainer
 from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError, CorruptCheckpointError
 from rollover.config import AlgorithmConfig, TrainConfig
-from rollover.trainer.stored_tensors import StoredTensors
+from rollover.trainer.backend import StoredTensors
 from rollover.trainer.trainer import Batch, Trainer
 from samples import random_samples
 from unit.trainer.shard_jobs import State, digests, trained

@@ -19,7 +19,7 @@ from rollover.models.load import LoadedModel
 from rollover.trainer import passes
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
-from rollover.trainer.packing import PackedBatch, micro_batches, pack
+from rollover.trainer.passes import PackedBatch, micro_batches, pack
 from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
 from rollover.types import Sample

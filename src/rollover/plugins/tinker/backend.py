@@ -29,13 +29,11 @@ from rollover.models.save import save_tokenizer
 from rollover.plugins.tinker.engine import session_of
 from rollover.plugins.tinker.service import TinkerSession
 from rollover.trainer.auxiliary_models import load_teacher_outline
-from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
+from rollover.trainer.backend import TEACHER, BackendSetup, RunBackend, Stream, Version
 from rollover.trainer.local_backend import sample_with
-from rollover.trainer.objective import Counts, Objective
+from rollover.trainer.objective import Counts, Objective, Tally
 from rollover.trainer.optimizer import learning_rate
-from rollover.trainer.packing import token_batch
-from rollover.trainer.stored_tensors import StoredTensors
-from rollover.trainer.tally import Tally
+from rollover.trainer.passes import token_batch
 from rollover.types import Sample, Segment
 
 
@@ -44,8 +42,8 @@ def make_tinker(setup: BackendSetup) -> TinkerBackend:
     return TinkerBackend(setup, session_of(setup.engine))
 
 
-class TinkerBackend:
-    """The `TrainerBackend` over a session at the service. Each verb is documented there.
+class TinkerBackend(RunBackend):
+    """The `RunBackend` over a session at the service. Each verb is documented there.
 
     `setup.loaded` has tokenizer, configuration and shapes of the model; its weights are not used.
     """
@@ -62,7 +60,7 @@ class TinkerBackend:
             self._teacher_model = load_teacher_outline(config, setup.loaded).model
         self._teacher = config.distill.model_path or self.service.base_model
         """The name of the teacher's weights at the service; adapters begin as the base model."""
-        self.flops, self.policy_version, self.step_count = 0.0, 0, 0
+        self._flops, self._version, self.step_count = 0.0, 0, 0
         self.training = self.service.new_training(self.lora.rank, config.run.seed)
         self._gradient: list[tuple[Sample, np.ndarray]] = []
         """Samples, each with dLoss/dlogprob [loss tokens]."""
@@ -71,6 +69,14 @@ class TinkerBackend:
         self._num_saved = 0
         self._samplers: dict[str, Any] = {}
         """Sampling clients by the name of their weights."""
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def flops(self) -> float:
+        return self._flops
 
     def compute_logprobs(self, samples: list[Sample], version: Version | None = None) -> Stream:
         samples = [s for s in samples if s.mask.any()]
@@ -117,7 +123,7 @@ class TinkerBackend:
             norm = self._send(rate, divisor)
         self.forget_gradients()
         self.step_count += 1
-        self.policy_version += ends_step
+        self._version += ends_step
         if ends_step and self.distill.keeps_weights and self.policy_version % self.distill.refresh_steps == 0:
             name = f"teacher-{self.policy_version:06d}-{self._next_number()}"
             self._teacher = self.service.save_for_sampler(self.training, name, expires=False)
@@ -148,14 +154,8 @@ class TinkerBackend:
                 )
             self._teacher = meta["teacher"]
         self.training = self.service.training_from(meta["path"])
-        self.policy_version, self.step_count = meta["policy_version"], meta["step_count"]
+        self._version, self.step_count = meta["policy_version"], meta["step_count"]
         self.forget_gradients()
-
-    def save_checkpoint(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        return self.save_state()
-
-    def load_checkpoint(self, stored: StoredTensors, meta: dict[str, Any]) -> None:
-        self.load_state(dict(stored), meta)
 
     def save_model(self, folder: Path) -> None:
         """Save the tokenizer, and in tinker.json the paths of the weights at the service."""
@@ -253,7 +253,7 @@ class TinkerBackend:
         """Count FLOPs of forward passes over prompts and answers; a backward pass is two. Attention is not counted: the
         service's implementation is unknown."""
         num_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)
-        self.flops += 2.0 * _num_weights(model) * num_tokens * passes
+        self._flops += 2.0 * _num_weights(model) * num_tokens * passes
 
 
 def _check(model: Any, samples: list[Sample]) -> None:

@@ -13,7 +13,8 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,12 @@ from rollover.models.save import write_folder
 from rollover.models.threads import most_threads
 from rollover.processes import brief_waiting
 from rollover.trainer.auxiliary_models import load_teacher_outline
-from rollover.trainer.backend import TEACHER, BackendSetup, Stream, Version
+from rollover.trainer.backend import TEACHER, BackendSetup, RunBackend, StoredTensors, Stream, Version
 from rollover.trainer.local_backend import sample_with
-from rollover.trainer.objective import Counts
-from rollover.trainer.packing import row_tokens
+from rollover.trainer.objective import Counts, Tally
+from rollover.trainer.passes import row_tokens
 from rollover.trainer.ranks.group import HOST, LocalRanks, Ranks, rendezvous
 from rollover.trainer.ranks.wire import to_plain
-from rollover.trainer.stored_tensors import StoredTensors
-from rollover.trainer.tally import Tally
 from rollover.types import Sample, Segment
 from rollover.weights.safetensors_stream import WholeFile
 from rollover.weights.weights_file import LockedFolder, no_room_error
@@ -69,8 +68,8 @@ def make_ranks(setup: BackendSetup) -> RanksBackend:
     return RanksBackend(setup, ranks)
 
 
-class RanksBackend:
-    """The `TrainerBackend` over connected `ranks`, which close with it. The protocol documents each verb.
+class RanksBackend(RunBackend):
+    """The `RunBackend` over connected `ranks`, which close with it. The protocol documents each verb.
 
     `setup.loaded` has tokenizer, configuration and shapes of the model; its weights are not used.
     """
@@ -78,7 +77,7 @@ class RanksBackend:
     def __init__(self, setup: BackendSetup, ranks: Ranks) -> None:
         config = setup.config
         self.config, self.loaded, self.engine, self.ranks = config, setup.loaded, setup.engine, ranks
-        self.policy_version, self._flops = 0, dict.fromkeys(range(ranks.num), 0.0)
+        self._version, self._flops = 0, dict.fromkeys(range(ranks.num), 0.0)
         self._limits = self._teacher_limits = ModelLimits.from_model(setup.loaded.model)
         if config.distill.model_path:
             self._teacher_limits = ModelLimits.from_model(load_teacher_outline(config, setup.loaded).model)
@@ -86,7 +85,7 @@ class RanksBackend:
         self._folder = LockedFolder(config.engine.weights_dir)
         self._published: Path | None = None
         places = [place for place in sys.path if place]  # where a custom loss may be imported from
-        build = {"config": config.model_dump(mode="json"), "max_staleness": setup.max_staleness, "places": places}
+        build = {"config": config.model_dump(mode="json"), "places": places}
         everyone = dict.fromkeys(range(ranks.num), {"backend": self._number})
         try:
             # Rank 0 reads the weights from a disk: no time limit.
@@ -95,6 +94,10 @@ class RanksBackend:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
 
     @property
     def flops(self) -> float:
@@ -160,12 +163,11 @@ class RanksBackend:
         outline = make_outline(self.loaded, self.config.model, dtype_of(self.config))
         write_folder(folder, outline, dict(self._gathered(buffers=True)), self.loaded, self.loaded.path)
 
-    def start_profile(self) -> None:
-        """Start the profiler of every rank."""
+    @contextmanager
+    def profiled(self, path: Path) -> Iterator[None]:
+        """Profile every rank, each to a file beside `path` with its number in the name."""
         self._call_all("start_profile")
-
-    def stop_profile(self, path: Path) -> None:
-        """Stop the profilers; every rank writes beside `path`, with its number in the name."""
+        yield
         names = (path.with_stem(f"{path.stem}-rank-{rank}") for rank in range(self.ranks.num))
         self._call("stop_profile", [{"path": str(name)} for name in names])
 
@@ -192,7 +194,7 @@ class RanksBackend:
         answers = self.ranks.call(verb, calls)
         for rank, answer in answers.items():
             self._flops[rank] = answer["flops"]
-        self.policy_version = answers[0]["policy_version"]
+        self._version = answers[0]["policy_version"]
         return [answers[rank]["found"] for rank in sorted(answers)]
 
     def _call_all(self, verb: str, **values: Any) -> Any:

@@ -26,12 +26,11 @@ from rollover.models.load import LoadedModel, load_model, load_outline, stored_b
 from rollover.models.norms import compile_norms
 from rollover.models.threads import Team
 from rollover.trainer.auxiliary_models import load_reference, load_teacher_in_float32
-from rollover.trainer.backend import BackendSetup
+from rollover.trainer.backend import BackendSetup, new_profile
 from rollover.trainer.local_backend import LocalBackend
-from rollover.trainer.profile import new_profile
+from rollover.trainer.objective import Tally
 from rollover.trainer.ranks import wire
 from rollover.trainer.ranks.sharded import RankTensors, distribute_like, save_shards, shard, whole_weights
-from rollover.trainer.tally import Tally
 from rollover.weights.safetensors_stream import write_safetensors
 
 _PROCESS_VERBS = ("listen", "join", "load", "build")  # the others are methods of a RankBackend
@@ -162,7 +161,7 @@ class Rank:
         dist.init_process_group(kind, store=store, rank=rank, world_size=num_ranks, timeout=timeout, device_id=bound)
         dist.barrier()
 
-    def load(self, backend: int, config: Mapping[str, Any], max_staleness: int, places: list[str]) -> dict[str, Any]:
+    def load(self, backend: int, config: Mapping[str, Any], places: list[str]) -> dict[str, Any]:
         """Load this rank's models. Rank 0 loads the weights, and counts the FLOPs of passes.
 
         `places`: further folders of modules.
@@ -173,7 +172,7 @@ class Rank:
         policy = load_model(checked.model) if is_first else load_outline(checked.model, filled_later=True)
         reference = load_reference(checked, policy) if is_first else None
         teacher = load_teacher_in_float32(checked, policy, with_weights=is_first) if has_teacher else None
-        self._loaded[backend] = Loaded(BackendSetup(checked, policy, Team(), max_staleness), reference, teacher)
+        self._loaded[backend] = Loaded(BackendSetup(checked, policy, Team()), reference, teacher)
         models = [policy, *filter(None, [teacher])]
         return {"flops": [ModelFlops.from_model(each.model) for each in models]} if is_first else {}
 

@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rollover.models.flops import ModelFlops
 from rollover.models.logprobs import Head
 from rollover.models.vision import Pixels, Vision
+from rollover.trainer.backend import StoredTensors
 from rollover.trainer.passes import Policy, Sharded
-from rollover.trainer.stored_tensors import StoredTensors
 
 
 def shard(

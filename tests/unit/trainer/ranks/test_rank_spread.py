@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.trainer.packing import row_tokens
+from rollover.trainer.passes import row_tokens
 from rollover.trainer.ranks.backend import spread
 from rollover.types import Sample
 from samples import random_samples

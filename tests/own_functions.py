@@ -36,8 +36,8 @@ from rollover.envs.tools import Call, build_tool_format
 from rollover.functions import custom_function, load_function
 from rollover.rewards.protocol import ScoreRequest
 from rollover.rollout.order import RolloutView, load_order
-from rollover.run.metrics_row import custom_metrics
 from rollover.run.producer import CustomProducer, Played, ready_episodes
+from rollover.run.step_log import custom_metrics
 from rollover.tasks.curriculum import Curriculum, Seen, build_curriculum
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.tasks.source import SourceSetup, build_source

@@ -8,13 +8,16 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fake_engine import FakeEngine
 from rollover.config import Config
-from rollover.run.producer import CustomProducer, Generation, Producer, RecordedRollouts, ready_group
+from rollover.run.pipeline import Pipeline
+from rollover.run.producer import CustomProducer, Producer, RecordedRollouts, ready_group
 from rollover.run.stop import Stop, signals_to
 from rollover.staleness import group_staleness
 from rollover.track.records import RolloutRecorder
@@ -55,11 +58,14 @@ def short(seed: int) -> int:
 def generation(folder: Path) -> tuple[Producer, FakeEngine]:
     run = Run(lengths=short, num_tasks=2 * STEPS, **PARTIAL)
 
-    async def collect(version: int) -> list[Group] | None:
-        run.driver.on_new_version(version)
-        return await run.driver.collect(version)
+    class Training(Pipeline):
+        async def produce(self, step: int, version: int) -> list[Group] | None:
+            run.driver.on_new_version(version)
+            return await super().produce(step, version)
 
-    return Generation(collect), run.engine
+    parts: Any = SimpleNamespace(config=Config(), components=SimpleNamespace(driver=run.driver), hooks=None)
+    unused: Any = None
+    return Training(parts, unused, unused, syncs=True), run.engine
 
 
 def recorded(folder: Path) -> tuple[Producer, FakeEngine]:

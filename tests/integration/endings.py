@@ -15,8 +15,8 @@ import torch
 
 from rollover import cli
 from rollover.run.loop import Run
-from rollover.run.metrics_row import StepMetrics
-from rollover.run.producer import Generation
+from rollover.run.pipeline import Pipeline
+from rollover.run.step_log import StepLog
 
 CHECKPOINT: dict[str, Any] = {"every_steps": 50, "save_final_model": False}
 
@@ -72,12 +72,12 @@ def train_until(
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         if before_row:
-            of_step, run = StepMetrics.row, running(monkeypatch)
+            of_step, run = StepLog.on_step, running(monkeypatch)
 
-            def of_step_or_end(rows: StepMetrics, *args: Any) -> dict[str, float]:
-                return end_here(run[-1]) if args[3] == version - 1 else of_step(rows, *args)
+            def of_step_or_end(log: StepLog, *args: Any) -> dict[str, float]:
+                return end_here(run[-1]) if args[3] == version - 1 else of_step(log, *args)
 
-            monkeypatch.setattr(StepMetrics, "row", of_step_or_end)
+            monkeypatch.setattr(StepLog, "on_step", of_step_or_end)
         else:
             before_step(monkeypatch, lambda run, at: end_here(run) if at == version else None)
         code, ended.text = train(capsys, *words)
@@ -101,13 +101,13 @@ def running(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 
 def before_step(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Run, int], object]) -> None:
     """From now on `hook(run, version)` is called before generation for the step at `version` begins."""
-    begun, produce = running(monkeypatch), Generation.produce
+    begun, produce = running(monkeypatch), Pipeline.produce
 
-    async def hooked(producer: Generation, step: int, version: int) -> Any:
+    async def hooked(producer: Pipeline, step: int, version: int) -> Any:
         hook(begun[-1], version)
         return await produce(producer, step, version)
 
-    monkeypatch.setattr(Generation, "produce", hooked)
+    monkeypatch.setattr(Pipeline, "produce", hooked)
 
 
 def look_at_start(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import runs
 from transformers import AutoModelForCausalLM
 
 from rollover import cli
-from rollover.run.lock import DirectoryLock
+from rollover.run.run_files import DirectoryLock
 
 _loaded: list[bool] = []
 

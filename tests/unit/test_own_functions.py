@@ -23,8 +23,8 @@ from rollover.config import AlgorithmConfig, Config, FiltersConfig, TasksConfig,
 from rollover.config.schema import leaves
 from rollover.functions import FunctionError, custom_function, explained
 from rollover.rollout.order import RolloutView, load_order
-from rollover.run.metrics_row import custom_metrics
 from rollover.run.producer import CustomProducer
+from rollover.run.step_log import custom_metrics
 from rollover.tasks.prompts import TASK_OR_NONE, PromptSource, encoder
 from rollover.trainer.objective import Objective
 from rollover.types import Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, Segment, StopReason, Task

@@ -13,7 +13,7 @@ from recorded_run import HOSTILE, is_harmless, row, write_run
 from rollover import cli
 from rollover.commands.eval import print_eval
 from rollover.logs import terminal
-from rollover.run.lock import DirectoryLock
+from rollover.run.run_files import DirectoryLock
 from rollover.track.answers import Answer, print_worst, write_answers
 from rollover.track.live import LiveView
 from rollover.track.summary import RunSummary, SampleAnswer, print_summary

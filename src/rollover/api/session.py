@@ -155,7 +155,7 @@ class Session:
         async with self._turn:
             self._check_open()
             if self._run is not None:
-                self._run.step_metrics.begin()  # the time since the last step belongs to no metrics row
+                self._run.step_log.begin()  # the time since the last step belongs to no metrics row
         while (step := await self._next_step()) is not None:
             yield step
 

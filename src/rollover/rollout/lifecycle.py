@@ -428,6 +428,10 @@ class RunClock:
         """Continue from where the clock was paused."""
         self._origin, self._paused_at = self._read() - self.seconds(), None
 
+    def on_version(self, version: int) -> None:
+        """Date the next events at trainer `version`."""
+        self.version = version
+
     def set(self, seconds: float, version: int) -> None:
         """Continue from the `seconds` and trainer `version` of a checkpoint, or from zeros."""
         self._origin, self.version, self._paused_at = self._read() - seconds, version, None

@@ -1,6 +1,6 @@
 """Metrics of a step that follow from its groups and batch, or from other metrics of the row (docs/metrics.md).
 
-Pure functions: metrics_row.py makes the row and owns counters.
+Pure functions: step_log.py makes the row and owns counters.
 """
 
 from __future__ import annotations

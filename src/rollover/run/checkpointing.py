@@ -30,7 +30,6 @@ from rollover.run.event_log import EventLog
 from rollover.run.pipeline import Pipeline
 from rollover.run.producer import Producer
 from rollover.run.setup import Components, RunContext
-from rollover.run.tracking import Tracking
 from rollover.trainer.backend import StoredTensors
 from rollover.types import Group
 
@@ -222,11 +221,10 @@ class Checkpointing:
         stateful: list[StatefulComponent],
         event_log: EventLog,
         pipeline: Pipeline,
-        tracking: Tracking,
     ) -> None:
         self.context, self.config, self.components = context, context.config, context.components
         self.directory, self.stateful = context.directory, stateful
-        self.event_log, self.pipeline, self.tracking = event_log, pipeline, tracking
+        self.event_log, self.pipeline = event_log, pipeline
         self.taken: list[Group] = []
         self.saved_version = -1
         self.changed = False
@@ -269,8 +267,8 @@ class Checkpointing:
         if version == self.saved_version and not self.changed:
             return
         self.directory.trackers.on_phase("writing a checkpoint")
-        self.tracking.on_groups(version, [], None)
-        with self.pipeline.step_metrics.timed("checkpoint"):
+        self.pipeline.step_log.records.on_groups(version, [], None)
+        with self.pipeline.step_log.timed("checkpoint"):
             mark = event_log.begin_file(checkpoint_name(version))
             snapshot = Snapshot.begin(self.stateful, self.directory, version, mark)
             if self.directory.mirror is not None:

@@ -3,6 +3,9 @@
 CPU time is that of this process and its descendants, by role. GPU utilization is the mean of the samples that
 the NVIDIA driver took since the step before (NVML, `pip install nvidia-ml-py`). Missing readings are left out. MFU is
 the FLOPs of the model (models/flops.py) divided by the peak FLOP/s of the devices and the time.
+
+`estimate_of` is a rough duration of a run on a CPU, from the same numbers. It assumes answers of half of
+rollout.max_new_tokens, and half of the peak (docs/performance.md has measurements).
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from rollover.config import Config
 from rollover.config.backend import is_tinker
 from rollover.config.cluster import num_ranks
 from rollover.models.devices import dtype_of, engine_device, pick_device
-from rollover.models.flops import peak_flops
+from rollover.models.flops import ModelFlops, peak_flops
 from rollover.process_tree import descendants
 from rollover.system import cores
+from rollover.track.figures import duration
 
 # A word of a child's command line -> its role.
 _ROLES = (
@@ -109,15 +113,15 @@ class _Gpus:
 
 
 class Utilization:
-    """MFU of one run, by step. `overlaps`: whether generation continues during training."""
+    """MFU of one run, by step."""
 
-    def __init__(self, config: Config, overlaps: bool) -> None:
+    def __init__(self, config: Config) -> None:
         self.is_remote = is_tinker(config)  # on unknown devices
         if self.is_remote:
             return
         dtype = dtype_of(config)
         trains_on, generates_on = pick_device(config.model.device), engine_device(config)
-        self.overlaps = overlaps
+        self.overlaps = config.rollout.overlap
         self.train_peak = self.generate_peak = peak_flops(trains_on, dtype, config.track.peak_tflops)
         if generates_on != trains_on:
             self.generate_peak = peak_flops(generates_on, dtype, config.track.peak_tflops)
@@ -142,3 +146,61 @@ def peak_rss_bytes() -> float:
     """Peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+# Estimate of a run
+
+_REACHED = 0.5  # of the peak, in decoding and in training alike
+_FIXED_ROWS = 16  # minimum cost of a decode step in rows: reading the weights from memory
+_SHORT_S, _LONG_S = 60.0, 30 * 60.0
+_TRIAL = {"rollout.group_size": 4, "rollout.max_new_tokens": 64}
+
+
+def estimate_of(config: Config, model: Any, steps_left: int) -> str:
+    """Return `estimate` for a run on this CPU alone; "" for others."""
+    here = (
+        config.backend.type == "local"
+        and not config.algorithm.supervised
+        and config.engine.kind in ("embedded", "process")
+    )
+    if not here or not steps_left or {pick_device(config.model.device).type, engine_device(config).type} != {"cpu"}:
+        return ""
+    peak = peak_flops(engine_device(config), dtype_of(config), config.track.peak_tflops)
+    return estimate(config, ModelFlops.from_model(model), peak, steps_left)
+
+
+def seconds(config: Config, flops: ModelFlops, peak: float) -> tuple[float, float]:
+    """Return the seconds of (a training step, an evaluation) on a device with this peak (FLOP/s)."""
+    rollout, held_out = config.rollout, config.eval
+    passes = 3 + config.algorithm.kl_in_loss + config.algorithm.kl_in_reward  # forward, backward for inputs and weights
+    tokens = rollout.groups_per_step * rollout.group_size * rollout.max_new_tokens / 2
+    step = _decoded(config, flops, tokens) + passes * _forward(flops, tokens)
+    tokens = held_out.num_tasks * held_out.samples_per_task * (held_out.max_new_tokens or rollout.max_new_tokens) / 2
+    return step / (_REACHED * peak), _decoded(config, flops, tokens) / (_REACHED * peak)
+
+
+def estimate(config: Config, flops: ModelFlops, peak: float, steps_left: int) -> str:
+    """Return a line, for a long run with settings for a trial; "" for a short run."""
+    step_s, eval_s = seconds(config, flops, peak)
+    every = config.eval.every_steps
+    evaluations = (config.eval.at_start + 1 + (steps_left // every if every else 0)) * bool(config.eval.num_tasks)
+    total_s = steps_left * step_s + evaluations * eval_s
+    if total_s < _SHORT_S:
+        return ""
+    line = (
+        f"about {duration(step_s)} a step and {duration(total_s)} in all on this CPU ({peak / 1e9:,.0f} GFLOP/s in"
+        f" {config.model.dtype}), if answers have {config.rollout.max_new_tokens // 2} tokens on average"
+    )
+    options = {key: value for key, value in _TRIAL.items() if getattr(config.rollout, key.split(".")[1]) > value}
+    if total_s <= _LONG_S or not options:
+        return line
+    return f"{line}\nfor a quick trial: " + " ".join(f"--{key} {value}" for key, value in options.items())
+
+
+def _forward(flops: ModelFlops, tokens: float) -> float:
+    return 2 * (flops.linear + flops.head) * tokens
+
+
+def _decoded(config: Config, flops: ModelFlops, tokens: float) -> float:
+    rows = max(1, min(config.engine.max_running, config.rollout.groups_per_step * config.rollout.group_size))
+    return _forward(flops, tokens) * max(rows, _FIXED_ROWS) / rows

@@ -20,7 +20,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,10 @@ from rollover.files import (
     short_path,
     start_folder,
 )
-from rollover.run.best import early_stop_reason
-from rollover.run.lock import LOCK, DirectoryLock
-from rollover.run.run_files import CONFIG, EVALUATIONS, FINISHED, METRICS, RESUME
+from rollover.run.run_files import CONFIG, EVALUATIONS, FINISHED, LOCK, METRICS, RESUME, DirectoryLock
+from rollover.text import one_line
 from rollover.track.build import build_trackers
-from rollover.track.jsonl import EvalFile, MetricsFile
+from rollover.track.jsonl import EvalFile, MetricsFile, early_stop_reason
 from rollover.track.records import step_of
 from rollover.track.trace import TRACE
 from rollover.track.tracker import Cut
@@ -262,6 +261,27 @@ class RunDirectory:
         resume = {"command": command, "folder": start_folder()}
         atomic_write_text(self.path / RESUME, json.dumps(resume, indent=2) + "\n")
 
+    def write_tokenizer(self, tokenizer: Any) -> None:
+        """Write tokenizer.json, to decode the tokens of records elsewhere. Slow tokenizers have none."""
+        core, path = getattr(tokenizer, "backend_tokenizer", None), self.path / "tokenizer.json"
+        if core is not None and not path.exists():
+            atomic_write_text(path, core.to_str())
+
+    def write_model_card(self, folder: Path, step: int, evaluation: Mapping[str, Any] | None) -> None:
+        """Write the card (README.md) of the model in `folder`, trained up to `step`, with tags for the hub.
+
+        `evaluation`: its row of eval.jsonl, if any. ValueError where the card cannot be written.
+        """
+        if not folder.is_dir() or self.config.backend.type == "tinker":
+            return  # the service has the model, or a custom backend wrote no folder
+        try:
+            (folder / "README.md").write_text(_model_card(self.config, step, evaluation), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"{folder / 'README.md'} cannot be written: {error.strerror}. The model beside it is whole. Make room,"
+                " or remove what is in its place, and go on with --resume"
+            ) from error
+
     def _earlier_config(self) -> dict[str, Any]:
         """Return the settings of the start before this one; {} if their file is missing."""
         path = self.path / CONFIG
@@ -323,6 +343,37 @@ def _optional() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"--resume: {error}, or delete it to go on without what it says") from error
+
+
+def _model_card(config: Config, step: int, evaluation: Mapping[str, Any] | None) -> str:
+    """Return a model card. `base_model` is set for a model of the hub only: a local path means nothing elsewhere."""
+    supervised = config.algorithm.supervised
+    kinds = ["reinforcement-learning", config.algorithm.preset, config.algorithm.advantage]
+    kinds = ["sft"] if supervised else list(dict.fromkeys(kinds))
+    of_hub = not Path(config.model.path).exists() and config.model.path.count("/") == 1
+    head: dict[str, Any] = {"base_model": config.model.path} if of_hub else {}
+    head |= {"library_name": "transformers", "tags": ["rollover", *kinds]}
+    of_rollouts = {
+        "Advantage, loss": f"{config.algorithm.advantage}, {config.algorithm.loss}",
+        "Groups a step, rollouts a group": f"{config.rollout.groups_per_step}, {config.rollout.group_size}",
+    }
+    rows = {
+        "Base model": Path(config.model.path).name if not of_hub else config.model.path,
+        "Steps": str(step),
+        **({"Examples a step": str(config.sft.batch_examples)} if supervised else of_rollouts),
+        "Learning rate": f"{config.train.learning_rate:g}",
+        "LoRA rank": str(config.model.lora.rank or ""),
+        "Held-out mean reward": f"{evaluation['mean']:.3f}" if evaluation and "mean" in evaluation else "",
+    }
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", ""]
+    lines += [f"# {_cell(config.run.name)}", "", "Trained with Rollover.", "", "| | |", "|---|---|"]
+    lines += [f"| {what} | {_cell(value)} |" for what, value in rows.items() if value]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Return `text` escaped for a cell of a Markdown table."""
+    return one_line(text).replace("|", "\\|").replace("<", "&lt;")
 
 
 _BEST = "evaluation.json"  # in the model's folder, written last

@@ -29,16 +29,14 @@ from rollover.rollout.driver import Driver
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle
 from rollover.rollout.requests import Requests
 from rollover.rollout.watchdog import EvaluationStalled, Watchdog
-from rollover.run.best import best_of, check_metric, early_stop_reason
-from rollover.run.model_card import write_model_card
 from rollover.run.pipeline import Pipeline
 from rollover.run.setup import RunContext
-from rollover.run.weight_sync import WeightSync
 from rollover.suggest import did_you_mean
 from rollover.tasks.prompts import Encode, prompt_limit, truncated
 from rollover.tasks.source import held_out_names, labels_of
 from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summarise_answers, write_answers
+from rollover.track.jsonl import best_of, check_metric, early_stop_reason
 from rollover.trajectories import Episode, episodes_of
 from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, Reward, StopReason, Task
 from rollover.workflows.calls import MODEL
@@ -338,10 +336,10 @@ class Evaluator:
     """The evaluations of a run, with its engine. `is_possible`: whether the engine has the trainer's weights (not with
     recorded rollouts)."""
 
-    def __init__(self, context: RunContext, pipeline: Pipeline, weight_sync: WeightSync, *, is_possible: bool) -> None:
+    def __init__(self, context: RunContext, pipeline: Pipeline) -> None:
         self.config, self.components, self.directory = context.config, context.components, context.directory
         self.hooks, self.stop, self.trackers = context.hooks, context.stop, context.directory.trackers
-        self.pipeline, self.weight_sync, self.is_possible = pipeline, weight_sync, is_possible
+        self.pipeline, self.is_possible = pipeline, pipeline.syncs or context.config.algorithm.supervised
         self._tasks: EvalTasks | None = None
 
     async def evaluate(self) -> dict[str, Any] | None:
@@ -406,7 +404,7 @@ class Evaluator:
             self.trackers.on_phase("saving the best model")
             files.delete_best_model()
             self.components.trainer.backend.save_model(files.best_model)
-            write_model_card(files.best_model, self.config, version, self.newest())
+            self.directory.write_model_card(files.best_model, version, self.newest())
             files.on_best_model(version)
 
     def _held_out(self) -> EvalTasks:
@@ -437,8 +435,8 @@ class Evaluator:
         """Return the new row of eval.jsonl; None where a stop cut the evaluation off."""
         await self.pipeline.interrupt_all()
         self.trackers.on_phase("evaluating")
-        with self.pipeline.step_metrics.timed("eval"), self.pipeline.event_loop_watched(lambda: "evaluating"):
-            await self.weight_sync.before_evaluation()
+        with self.pipeline.step_log.timed("eval"), self.pipeline.event_loop_watched(lambda: "evaluating"):
+            await self.pipeline.sync_for_evaluation()
             return await self._evaluated()
 
     async def _after(self, row: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -23,23 +23,18 @@ from rollover.config import resume as resume_rules
 from rollover.config.table import value_of
 from rollover.models.allocator import return_freed_memory
 from rollover.run.checkpointing import Checkpointing, stateful_components
+from rollover.run.device_use import estimate_of
 from rollover.run.directory import view_command
-from rollover.run.estimate import estimate_of
 from rollover.run.evaluate import Evaluator
 from rollover.run.event_log import EventLog
-from rollover.run.metrics_row import StepMetrics
-from rollover.run.model_card import write_model_card
 from rollover.run.pipeline import Pipeline
 from rollover.run.producer import build_producer
 from rollover.run.resume import Resume
 from rollover.run.setup import RunContext, preflight
+from rollover.run.step_log import StepLog
 from rollover.run.supervised import HeldOutLoss
-from rollover.run.tracking import Tracking, step_progress, write_tokenizer
-from rollover.run.weight_sync import WeightSync
-from rollover.track.live import LiveView
 from rollover.track.summary import RunSummary, run_summary
 from rollover.trainer.batch import Batch
-from rollover.trainer.reward_kl import Penalties
 from rollover.types import Group
 
 logger = logging.getLogger(__name__)
@@ -65,42 +60,33 @@ class Run:
         self.context, self.changes = context, changes
         config, components = self.config, self.components = context.config, context.components
         self.directory, self.hooks, self.stop = context.directory, context.hooks, context.stop
-        trackers = self.trackers = self.directory.trackers
+        self.trackers = self.directory.trackers
         self.early_stop = ""  # reason to end training early, by eval.patience
         self.ended = False  # all steps and the end are done, or a stop was requested
         self._maintained_at: int | None = None  # trainer version of the last `_maintain`
-        producer = self.producer = build_producer(
-            config,
-            components.loaded,
-            components.engine,
-            self.stop,
-            lambda version: self.pipeline.collect(version),
-            components.examples,
-        )
         examples = components.examples
         self.held_out_loss = HeldOutLoss(config, examples, components.batches) if examples else None
+        other = build_producer(config, components.loaded, components.engine, self.stop, examples)
         self.event_log = EventLog(
             context.journal,
             components.lifecycle.clock,
             components.prompts,
-            generates=producer.generates,
+            generates=other is None,
             every_s=config.checkpoint.journal_s,
             mirror=self.directory.mirror,
         )
-        trackers.of_type(LiveView).watch(step_progress(config, components), config.train.num_steps)
-        self.step_metrics = StepMetrics(context, self.event_log, overlaps=config.rollout.overlap and producer.generates)
-        self.pipeline = Pipeline(context, self.step_metrics)
-        self.weight_sync = WeightSync(context, self.step_metrics, self.event_log, needed=producer.uses_engine)
-        is_possible = producer.uses_engine or config.algorithm.supervised
-        self.evaluator = Evaluator(context, self.pipeline, self.weight_sync, is_possible=is_possible)
-        self.tracking = Tracking.of_run(context, recorded=not producer.uses_engine)
-        stateful = stateful_components(components, producer)
-        self.checkpointing = Checkpointing(context, stateful, self.event_log, self.pipeline, self.tracking)
+        self.step_log = StepLog(context, self.event_log)
+        syncs = other is None or other.uses_engine
+        self.pipeline = Pipeline(context, self.step_log, self.event_log, syncs=syncs)
+        self.producer = other or self.pipeline
+        self.evaluator = Evaluator(context, self.pipeline)
+        stateful = stateful_components(components, self.producer)
+        self.checkpointing = Checkpointing(context, stateful, self.event_log, self.pipeline)
         # Only the event log holds what a resumed run needs.
         components.lifecycle.listeners = [
             components.lifetimes.on_event,
             components.trace.on_event,
-            self.tracking.on_event,
+            self.step_log.records.on_event,
             self.checkpointing.on_event,
             self.event_log.on_event,
             components.reuse.on_event,
@@ -112,26 +98,24 @@ class Run:
         Returns the last step that was trained again after a loss of the backend, if any.
         """
         newest = None
-        if self.producer.generates and not self.components.is_restart:
+        if self.producer is self.pipeline and not self.components.is_restart:
             await preflight(
                 self.config, self.components.rewarder, self.trackers, self.components.batches.teacher_prompts
             )
         if self.directory.resume:
-            resume = Resume(
-                self.context, self.checkpointing, self.event_log, self.weight_sync, self.step_metrics, self.tracking
-            )
+            resume = Resume(self.context, self.checkpointing)
             await resume.restore()
             if self.components.is_restart and (groups := resume.newest_groups) is not None:
                 newest = Step(self.components.trainer.policy_version, groups, self.directory.metrics.last_row)
-        if self.config.model.lora.path and not self.components.trainer.policy_version and self.weight_sync.needed:
-            await self.weight_sync.sync()  # the engine has loaded the model without the adapter
-        await self.weight_sync.wake()  # the backend may have been lost while the servers were asleep
+        if self.config.model.lora.path and not self.components.trainer.policy_version and self.pipeline.syncs:
+            await self.pipeline.sync()  # the engine has loaded the model without the adapter
+        await self.pipeline.wake()  # the backend may have been lost while the servers were asleep
         self.checkpointing.protect_best(self.evaluator.best_step)  # a write deletes old ones
         await self.checkpointing.begin()
         self.directory.write_config()
         self.directory.write_resume(self.context.resume_command)
         if self.config.track.rollouts:
-            write_tokenizer(self.components.loaded.tokenizer, self.directory.path)
+            self.directory.write_tokenizer(self.components.loaded.tokenizer)
         self.directory.on_begun()
         self.stop.listen(self.components.driver.interrupt_for_good)
         return newest
@@ -163,30 +147,30 @@ class Run:
         groups = await self._collect(version)
         if not groups:
             return None
-        await self.weight_sync.sleep()
+        await self.pipeline.sleep()
 
         self.trackers.on_phase("training")
         self.checkpointing.taken = groups
         with self.pipeline.training(version):
-            penalties = await self._penalties(groups, version)
+            await self.pipeline.generate_ahead(version)
+            penalties = None
+            if trainer.reward_kl is not None:
+                penalties = await self.pipeline.train(lambda: components.penalties(groups, version))
             batch = components.batches.build(groups, version, penalties)
             # Before the step: a custom metric that fails costs no step.
-            metrics = self.step_metrics.custom_metrics(groups) | self.producer.metrics()
-            generates = penalties is not None  # since the KL was computed
-            metrics |= await self.pipeline.train(lambda: self._train(batch, version), version, generates=generates)
+            metrics = self.step_log.custom_metrics(groups) | self.producer.metrics()
+            metrics |= await self.pipeline.train(lambda: self._train(batch, version))
         self.checkpointing.taken = []
-        components.reuse.after_step(groups, batch, version)
+        components.after_step(groups, batch, version)
         self.event_log.on_step(version)
-        components.lifecycle.clock.version = version + 1
         return_freed_memory()
 
         num_bytes = 0
         try:
-            num_bytes = await self.weight_sync.sync_if_due()
+            num_bytes = await self.pipeline.sync_if_due()
             components.driver.on_new_version(trainer.policy_version)
         finally:  # the step is trained, even if the sync of its weights fails
-            row = self.step_metrics.row(groups, batch, metrics, version, num_bytes)
-            self.tracking.on_step(row, trainer.policy_version, groups, batch, trainer.token_stats)
+            row = self.step_log.on_step(groups, batch, metrics, version, num_bytes)
             self.event_log.on_row(trainer.policy_version, self.directory.metrics, components.trace.num_bytes)
         await self.hooks.call("on_step_end", dict(row))
         return Step(trainer.policy_version, groups, row)
@@ -239,7 +223,7 @@ class Run:
                 await self._evaluate()  # a stop may have cut off the evaluation of the last step
             elif not version:
                 self.evaluator.check_tasks()
-            self.step_metrics.begin()
+            self.step_log.begin()
         elif before != version:
             if evaluates and version < config.train.num_steps:
                 await self._evaluate()
@@ -263,7 +247,7 @@ class Run:
 
     async def _collect(self, version: int) -> list[Group] | None:
         """Return the groups of the step at trainer `version`: [] where none are left, None at a stop."""
-        self.step_metrics.engine_growth()  # leaves out what an evaluation generated
+        self.step_log.engine_growth()  # leaves out what an evaluation generated
         self.trackers.on_phase("generating")
         with self.components.trace.span("generate"):
             groups = await self.producer.produce(version + 1, version)
@@ -272,14 +256,6 @@ class Run:
             logger.info(f"the {source} are used up after {version} of {num_steps} steps")
         return_freed_memory()
         return groups
-
-    async def _penalties(self, groups: list[Group], version: int) -> Penalties | None:
-        """Return the KL penalties in the rewards of the step at trainer `version`; None without them."""
-        reward_kl = self.components.trainer.reward_kl
-        if reward_kl is None:
-            return None
-        samples = self.components.batches.sampled(groups, version)
-        return await self.pipeline.train(lambda: reward_kl.penalties(samples), version)
 
     def _train(self, batch: Batch, version: int) -> dict[str, float]:
         profile = self.directory.path / "profile" / f"step-{version + 1:06d}.json"
@@ -303,7 +279,7 @@ class Run:
         if self.config.checkpoint.save_final_model:
             self.trackers.on_phase("saving the model")
             self.components.trainer.backend.save_model(self.directory.model)
-            write_model_card(self.directory.model, self.config, step, self.evaluator.newest())
+            self.directory.write_model_card(self.directory.model, step, self.evaluator.newest())
         finished = step >= self.config.train.num_steps or bool(self.early_stop)
         self.directory.end(step, "" if finished else self.producer.source, self.early_stop)
 

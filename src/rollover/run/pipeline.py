@@ -1,11 +1,15 @@
-"""Generation and training, one after the other or at the same time: their threads and shares of the CPU cores.
+"""Generation, training and weight sync, one after the other or at the same time; their threads and CPU cores.
 
-    sync        collect ──▶ train                        both in the event loop's thread, each with all cores
-    overlap     collect ──▶ train in the trainer's thread, while the driver generates for later steps
-    streaming   collect, while the trainer's thread accumulates the gradient of READY groups ──▶ train the rest
+    sync        produce ──▶ train                        both in the event loop's thread, each with all cores
+    overlap     produce ──▶ train in the trainer's thread, while the driver generates for later steps
+    streaming   produce, while the trainer's thread accumulates the gradient of READY groups ──▶ train the rest
                       └─ reserve ──▶ groups with a signal ──▶ trainer.accumulate
 
-Owns the trainer's thread and the shares of the cores. Never decides which rollouts are generated or trained.
+    step trained ──▶ sync due? ──▶ (drain) ──▶ publish ──▶ engine.load_weights ──▶ trace, event log, the user's hook
+
+With cluster.colocate the engine sleeps from the last rollout of a step until the weight sync.
+
+Owns the trainer's thread and the shares of the cores. Never decides which rollouts are generated, trained or dropped.
 """
 
 from __future__ import annotations
@@ -16,13 +20,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from rollover.config import Config
+from rollover.engine.protocol import Sleeper
 from rollover.models.threads import most_threads
 from rollover.run import blocked_warning
-from rollover.run.metrics_row import StepMetrics
+from rollover.run.event_log import EventLog
+from rollover.run.producer import Producer
 from rollover.run.setup import RunContext
+from rollover.run.step_log import StepLog
 from rollover.types import Group
 
 Result = TypeVar("Result")
@@ -46,20 +53,23 @@ class CoreShares:
         return cls(max(1, total - engine), engine, total)
 
 
-class Pipeline:
-    """The driver's and the trainer's work of one run.
+class Pipeline(Producer):
+    """The driver's and the trainer's work of one run, and the weights that the engine gets.
 
-    `overlaps`: whether rollouts are generated while the trainer trains. `step_metrics` counts the trainer's seconds.
+    `step_log` counts the seconds. `syncs`: whether the engine generates for training, not only for evaluations.
     """
 
-    def __init__(self, context: RunContext, step_metrics: StepMetrics) -> None:
-        self.config, self.components, self.step_metrics = context.config, context.components, step_metrics
-        self.overlaps = step_metrics.overlaps
+    source, uses_engine = "tasks", True
+
+    def __init__(self, context: RunContext, step_log: StepLog, event_log: EventLog, *, syncs: bool) -> None:
+        self.config, self.components, self.hooks = context.config, context.components, context.hooks
+        self.step_log, self.event_log, self.syncs = step_log, event_log, syncs
         self.shares = CoreShares.from_config(self.config)
         # One thread for all steps: it has its own team of torch threads.
         self._thread = ThreadPoolExecutor(1, "trainer")
+        self._in_engine: int | None = None  # version of the weights of the last sync
 
-    async def collect(self, version: int) -> list[Group] | None:
+    async def produce(self, step: int, version: int) -> list[Group] | None:
         """Return Driver.collect; with train.streaming_min_groups the trainer accumulates ready groups meanwhile."""
         min_groups = self.config.train.streaming_min_groups
         with self.event_loop_watched(self._generating):
@@ -67,31 +77,30 @@ class Pipeline:
                 return await self.components.driver.collect(version)
             return await self._collect_and_accumulate(version, min_groups)
 
-    async def train(self, work: Callable[[], Result], version: int, *, generates: bool = False) -> Result:
-        """Return the result of `work`, the training step at trainer `version` or a part of it.
-
-        With overlap, generation continues meanwhile, and until the next groups are collected. `generates`: an earlier
-        part of the step has started it.
-        """
-        if not self.overlaps:
-            return work()
-        if not generates:
+    async def generate_ahead(self, version: int) -> None:
+        """With overlap, generate for later steps from here on, until the next groups are collected."""
+        if self.config.rollout.overlap:
             self.components.driver.generate_ahead(version)
             for _ in range(2):  # then rollouts have started, or the driver knows that none can
                 await asyncio.sleep(0)
+
+    async def train(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, a part of a training step. With overlap it is done in the trainer's thread."""
+        if not self.config.rollout.overlap:
+            return work()
         with self.event_loop_watched(self._generating):
             return await self._beside_generation(work)
 
     async def interrupt_all(self) -> None:
         """Park the rollouts in flight: nothing may run during a snapshot."""
-        if self.overlaps:
+        if self.config.rollout.overlap:
             await self.components.driver.interrupt_all()
 
     @contextmanager
     def training(self, version: int) -> Iterator[None]:
         """Count the block as training for the step at trainer `version`, and warn if it takes too long."""
         what, limit_s = f"the training of step {version + 1}", self.config.watchdog.train_timeout_s
-        with self.step_metrics.timed("train"), blocked_warning.over_work(what, "begun", limit_s):
+        with self.step_log.timed("train"), blocked_warning.over_work(what, "begun", limit_s):
             yield
 
     def event_loop_watched(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
@@ -101,6 +110,50 @@ class Pipeline:
     def close(self) -> None:
         """End the trainer's thread."""
         self._thread.shutdown()
+
+    # Weight sync
+
+    async def sync_if_due(self) -> int:
+        """Sync after every train.publish_every steps. Returns the number of bytes sent."""
+        components, version = self.components, self.components.trainer.policy_version
+        if not self.syncs or version % self.config.train.publish_every:
+            await self.wake()
+            return 0
+        if self.config.rollout.overlap and self.config.rollout.interrupt == "never":
+            await components.driver.drain()  # the driver counts this wait as generation
+        with self.step_log.timed("weights"):
+            num_bytes = await self.sync()
+        components.trace.on_weight_sync(version)
+        self.event_log.on_weight_sync(version)
+        await self.hooks.call("on_publish", version)
+        return num_bytes
+
+    async def sync(self) -> int:
+        """Load the trainer's current weights into the engine. Returns their bytes."""
+        version, limit_s = self.components.trainer.policy_version, self.config.watchdog.weights_timeout_s
+        what, state = f"the weights of policy version {version}", "being handed to the engine, begun"
+        with blocked_warning.over_work(what, state, limit_s):
+            weights = await self.components.trainer.backend.publish()
+            load = await self.components.engine.load_weights(version, weights)
+        self._in_engine = version
+        return load.num_bytes
+
+    async def sync_for_evaluation(self) -> None:
+        """Sync the current weights, if only evaluations use the engine."""
+        if not self.syncs and self._in_engine != self.components.trainer.policy_version:
+            await self.sync()
+
+    async def sleep(self) -> None:
+        """Free the GPUs for the trainer, if it shares them with servers. No rollout may be in flight."""
+        if (sleeper := self._sleeper()) is not None:
+            with self.step_log.timed("sleep"), self._watched("falling asleep"):
+                await sleeper.sleep()
+
+    async def wake(self) -> None:
+        """Wake the servers, if they sleep, with their old weights."""
+        if (sleeper := self._sleeper()) is not None:
+            with self.step_log.timed("sleep"), self._watched("waking up"):
+                await sleeper.wake()
 
     # Private
 
@@ -154,3 +207,11 @@ class Pipeline:
 
     def _generating(self) -> str:
         return f"generating: {self.components.driver.watchdog.describe(time.monotonic())}"
+
+    def _sleeper(self) -> Sleeper | None:
+        if not (self.syncs and self.config.cluster.colocate):
+            return None
+        return cast(Sleeper, self.components.engine)  # a rule of [cluster] rejects other engines
+
+    def _watched(self, doing: str) -> AbstractContextManager[object]:
+        return blocked_warning.over_work("the servers", doing, self.config.watchdog.weights_timeout_s)

@@ -1,6 +1,6 @@
 """Producers of a step's groups: `produce(step, version) -> groups`.
 
-    Generation         the driver: tasks -> rollouts -> rewards, resumable across steps
+    Pipeline           the driver: tasks -> rollouts -> rewards, resumable across steps (pipeline.py)
     RecordedRollouts   run.train_on_recorded: the record of another run, for debugging a trainer without an engine
     CustomProducer     tasks.producer: a class of the user
     SupervisedExamples algorithm.loss = "nll": examples (supervised.py)
@@ -10,7 +10,7 @@ Each owns its position. Never trains.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,9 +47,6 @@ class Producer(Protocol):
 
     source: str
     """Name of what is used up when it returns []."""
-    generates: bool
-    """Whether the run's driver makes its groups: they pass the lifecycle, so the event log has them, and generation can
-    overlap with training."""
     uses_engine: bool
     """Whether the run's engine generates, and so needs new weights."""
 
@@ -73,18 +70,10 @@ class Producer(Protocol):
         """Restore `state`; {} for a checkpoint without one."""
 
 
-Collect = Callable[[int], Awaitable[list[Group] | None]]
-
-
 def build_producer(
-    config: Config,
-    loaded: LoadedModel,
-    engine: Engine,
-    stop: Stop,
-    collect: Collect,
-    examples: Examples | None = None,
-) -> Producer:
-    """Build the producer that the configuration names; by default the run generates, by `collect`.
+    config: Config, loaded: LoadedModel, engine: Engine, stop: Stop, examples: Examples | None = None
+) -> Producer | None:
+    """Build the producer that the configuration names. None: the run's driver generates.
 
     ValueError where it cannot be used.
     """
@@ -94,19 +83,7 @@ def build_producer(
         return RecordedRollouts(local_path(config.run.train_on_recorded), loaded.vocab_size)
     if config.tasks.producer:
         return CustomProducer(config, loaded.tokenizer, engine, stop, loaded.vocab_size)
-    return Generation(collect)
-
-
-class Generation(Producer):
-    """Groups of the driver. `collect(version)`: see `Driver.collect`."""
-
-    source, generates, uses_engine = "tasks", True, True
-
-    def __init__(self, collect: Collect) -> None:
-        self._collect = collect
-
-    async def produce(self, step: int, version: int) -> list[Group] | None:
-        return await self._collect(version)
+    return None
 
 
 class RecordedRollouts(Producer):
@@ -115,7 +92,7 @@ class RecordedRollouts(Producer):
     `vocab_size`: upper bound of token ids.
     """
 
-    source, generates, uses_engine = "recorded rollouts", False, False
+    source, uses_engine = "recorded rollouts", False
 
     def __init__(self, folder: Path, vocab_size: int = 2**31 - 1) -> None:
         if not folder.is_dir():
@@ -147,7 +124,7 @@ class CustomProducer(Producer):
     upper bound of token ids.
     """
 
-    source, generates, uses_engine = "groups of tasks.producer", False, True
+    source, uses_engine = "groups of tasks.producer", True
 
     def __init__(
         self,
@@ -157,9 +134,8 @@ class CustomProducer(Producer):
         stop: Stop | None = None,
         vocab_size: int = 2**31 - 1,
     ) -> None:
-        self.name, self.engine, self.stop = config.tasks.producer, engine, stop or Stop()
-        self.max_staleness, self.vocab_size = config.rollout.max_staleness, vocab_size
-        self.grace_s = config.watchdog.grace_s
+        self.config, self.engine, self.stop, self.vocab_size = config, engine, stop or Stop(), vocab_size
+        self.name = config.tasks.producer
         self._last_group_id = -1
         make = custom_function("tasks.producer", self.name, "an object with a method produce(step, version)")
         own = make(config, tokenizer, engine)
@@ -168,7 +144,7 @@ class CustomProducer(Producer):
         self._produce = CustomFunction(own.produce, "tasks.producer", self.name, "a list of Groups (of ready_group)")
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
-        groups = await self.stop.unless_requested(self._produce.awaited(step, version), self.grace_s)
+        groups = await self.stop.unless_requested(self._produce.awaited(step, version), self.config.watchdog.grace_s)
         if self.stop.requested:
             return None
         if groups is None:
@@ -192,8 +168,8 @@ class CustomProducer(Producer):
         if any(v > version for r in group.rollouts for v in r.versions):
             return f"has tokens of a policy version above the trainer's, {version}"
         stale = group_staleness(group, version) or 0
-        if stale > self.max_staleness:
-            return f"has tokens that are {stale} versions old, above rollout.max_staleness = {self.max_staleness}"
+        if stale > (bound := self.config.staleness_bound):
+            return f"has tokens that are {stale} versions old, above rollout.max_staleness = {bound}"
         return _why_not_sampled(group, self.vocab_size)
 
     def state_dict(self) -> dict[str, Any]:

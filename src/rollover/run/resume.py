@@ -22,11 +22,8 @@ from rollover.checkpoint.journal import JournalFile, Record
 from rollover.config import resume as resume_rules
 from rollover.rollout.lifecycle import EventKind, Lifecycle
 from rollover.run.checkpointing import Checkpointing
-from rollover.run.event_log import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, EventLog, digest_of
-from rollover.run.metrics_row import StepMetrics
+from rollover.run.event_log import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of
 from rollover.run.setup import Components, RunContext
-from rollover.run.tracking import Tracking
-from rollover.run.weight_sync import WeightSync
 from rollover.staleness import excess_groups, expired, rolled_back
 from rollover.track.tracker import Cut
 from rollover.trainer.batch import Batch
@@ -49,18 +46,10 @@ logger = logging.getLogger(__name__)
 class Resume:
     """Brings a new run, which has done nothing yet, to the state in which its earlier process ended."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        checkpointing: Checkpointing,
-        event_log: EventLog,
-        weight_sync: WeightSync,
-        step_metrics: StepMetrics,
-        tracking: Tracking,
-    ) -> None:
+    def __init__(self, context: RunContext, checkpointing: Checkpointing) -> None:
         self.config, self.components, self.directory = context.config, context.components, context.directory
-        self.checkpointing, self.event_log, self.weight_sync = checkpointing, event_log, weight_sync
-        self.step_metrics, self.tracking = step_metrics, tracking
+        self.checkpointing, self.event_log = checkpointing, checkpointing.event_log
+        self.pipeline, self.step_log = checkpointing.pipeline, checkpointing.pipeline.step_log
         self.trackers = self.directory.trackers
         # (groups, batch, metrics, trainer version before it) of the newest step that was trained again.
         self._retrained: tuple[list[Group], Batch, dict[str, float], int] | None = None
@@ -88,17 +77,17 @@ class Resume:
             event_log.journal.discard()
             lost = f", and no journal tells of its {num_steps} steps, which are lost" if num_steps else ""
             logger.warning(f"the run ended before its first checkpoint{lost}: it begins again")
-            if components.is_restart and self.weight_sync.needed:  # the engine may have the weights of lost steps
-                await self.weight_sync.sync()
+            if components.is_restart and self.pipeline.syncs:  # the engine may have the weights of lost steps
+                await self.pipeline.sync()
             return
         held = bool(components.lifecycle.cache.groups or sum(file.num_records for file in files) > 1)
         resume_rules.refuse(directory.changes, held=held)
         components.lifecycle.stream_ended &= not directory.tasks_changed  # there may be more tasks now
         replay = self._replay(files, from_start=name is None)
         version = components.trainer.policy_version
-        if self.weight_sync.needed:
+        if self.pipeline.syncs:
             check_restored(components.lifecycle, version, components.engine.max_tokens)
-            await self.weight_sync.sync()
+            await self.pipeline.sync()
             if replay.sync_pending:
                 components.trace.on_weight_sync(version)
         if isinstance(replay, RollBack):  # before rows are cut: no later start may repeat these steps
@@ -108,13 +97,13 @@ class Resume:
             event_log.journal.commit(mark)  # the writer of the checkpoint may have died before its commit
         if len(files) == 1 and not replay.num_records and event_log.is_on:
             event_log.journal.resume(files[0])
-        if self.weight_sync.needed:
+        if self.pipeline.syncs:
             components.driver.on_new_version(version)
         self._log(name, replay)
 
     def _replay(self, files: list[JournalFile], *, from_start: bool) -> Replay:
         """Replay the journal: its steps are trained again, or rolled back. Nothing is generated."""
-        components, dropped = self.components, self.tracking.dropped
+        components, dropped = self.components, self.step_log.records.dropped
         kinds = {kind for file in files for kind in file.kinds}
         otherwise = resume_rules.trains_otherwise(self.directory.changes, self.config, from_start=from_start)
         next_task = components.reuse.reroll.as_before
@@ -140,14 +129,12 @@ class Resume:
 
     def _train_again(self, groups: list[Group], version: int) -> None:
         self.trackers.on_phase(f"training step {version + 1} again")
-        self.step_metrics.begin()
-        with self.step_metrics.timed("train"):
-            reward_kl, batches = self.components.trainer.reward_kl, self.components.batches
-            penalties = None if reward_kl is None else reward_kl.penalties(batches.sampled(groups, version))
-            batch = batches.build(groups, version, penalties)
+        self.step_log.begin()
+        with self.step_log.timed("train"):
+            penalties = self.components.penalties(groups, version)
+            batch = self.components.batches.build(groups, version, penalties)
             trained = self.components.trainer.train_step(batch)
-        self.components.reuse.after_step(groups, batch, version)
-        self.components.lifecycle.clock.version = version + 1
+        self.components.after_step(groups, batch, version)
         self._retrained = groups, batch, trained, version
 
     def _lose(self, groups: list[Group], version: int) -> None:
@@ -159,17 +146,16 @@ class Resume:
         row_is_missing = replay.row_pending and not directory.metrics.reaches(version)
         if replay.row_pending and not row_is_missing:
             replay.on_row_written()  # before `held`: groups dropped until then are recorded
-        held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.tracking.dropped)}
+        held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.step_log.records.dropped)}
         last_row = version - row_is_missing
         self.components.trace.resumes_at = replay.trace_bytes
         directory.truncate(Cut(last_row, held, lifecycle.cache.num_admitted or None))
-        self.step_metrics.restore(directory.metrics.last_row if last_row else {}, next_is_missing=row_is_missing)
+        self.step_log.restore(directory.metrics.last_row if last_row else {}, next_is_missing=row_is_missing)
         if row_is_missing:
             assert self._retrained is not None
             groups, batch, metrics, before = self._retrained
-            metrics = self.step_metrics.custom_metrics(groups) | metrics
-            row = self.step_metrics.row(groups, batch, metrics, before, 0)
-            self.tracking.on_step(row, version, groups, batch, self.components.trainer.token_stats)
+            metrics = self.step_log.custom_metrics(groups) | metrics
+            self.step_log.on_step(groups, batch, metrics, before, 0)
 
     def _log(self, name: str | None, replay: Replay) -> None:
         """Log where the run resumes, and which settings changed."""

@@ -55,12 +55,13 @@ from rollover.tasks.stream import TaskStream
 from rollover.track.lifetimes import Lifetimes
 from rollover.track.trace import Trace
 from rollover.track.tracker import Trackers
-from rollover.trainer.batch import BatchBuilder
+from rollover.trainer.batch import Batch, BatchBuilder
 from rollover.trainer.distill import TeacherPrompts, teacher_prompts
 from rollover.trainer.lora import load_with_adapter
 from rollover.trainer.reuse import Reuse
+from rollover.trainer.reward_kl import Penalties
 from rollover.trainer.trainer import Trainer, build_trainer
-from rollover.types import Task
+from rollover.types import Group, Task
 from rollover.workflows.build import build_episodes
 
 logger = logging.getLogger(__name__)
@@ -234,6 +235,16 @@ class Components:
             )
             on_error.pop_all()
         return components
+
+    def penalties(self, groups: list[Group], version: int) -> Penalties | None:
+        """Return the KL penalties in the rewards of the step at trainer `version`; None without them."""
+        reward_kl = self.trainer.reward_kl
+        return None if reward_kl is None else reward_kl.penalties(self.batches.sampled(groups, version))
+
+    def after_step(self, groups: list[Group], batch: Batch, version: int) -> None:
+        """Record that the step at trainer `version` trained `batch`, which was built of `groups`."""
+        self.reuse.after_step(groups, batch, version)
+        self.lifecycle.clock.on_version(version + 1)
 
     async def close(self, *, keep: bool = False) -> None:
         """End rollouts in flight, the backend, the engine and the reward workers, each even if another fails.

@@ -122,7 +122,7 @@ class SupervisedExamples:
     sft.epochs.
     """
 
-    source, generates, uses_engine = "examples", False, False
+    source, uses_engine = "examples", False
 
     def __init__(self, config: Config, examples: Examples) -> None:
         self.config, self.examples = config, examples

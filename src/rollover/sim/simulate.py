@@ -143,7 +143,8 @@ class Simulation:
         return tokens / (self.plan.train_tokens_per_s * (self.plan.trainers or self.plan.engines) * speed)
 
     def _train_step(self, version: int) -> bool:
-        self.version = self.clock.version = version
+        self.version = version
+        self.clock.on_version(version)
         before, generating = self.lifecycle.ledger.generated_tokens, self._generating_s
         self._segments.clear()
         self.lifecycle.scheduler.begin_step(version, self.engine_version)

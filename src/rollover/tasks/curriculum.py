@@ -158,7 +158,7 @@ class Curriculum:
 
     def __init__(self, config: CurriculumConfig, weigher: Weigher, seed: int) -> None:
         self.config, self.weigher, self.seed = config, weigher, seed
-        self.once: Collection[str] = ()  # labels of sources whose tasks come once; set by the stream
+        self._once: Collection[str] = ()  # labels of sources whose tasks come once
         self.passed_over = 0
         self._by_source = config.by == "source"
         self._buckets = Buckets(config)
@@ -167,6 +167,10 @@ class Curriculum:
         self._looked_at: set[int] = set()  # ids of groups that were counted before their step was rolled back
         self._given: list[float] = []  # known pass rates of the tasks given since the last step
         self._given_in_step: float | None = None  # their mean, in the last step
+
+    def ignore(self, sources: Collection[str]) -> None:
+        """Count no pass rates by task for these sources (labels): each of their tasks comes once."""
+        self._once = sources
 
     # Giving tasks
 
@@ -205,7 +209,7 @@ class Curriculum:
         """Count a scored group that is trained or dropped by a filter. `pass_rate` None: it has no reward."""
         if group.group_id in self._looked_at:
             self._looked_at.remove(group.group_id)
-        elif pass_rate is not None and not (self.config.by == "task" and group.task.source in self.once):
+        elif pass_rate is not None and not (self.config.by == "task" and group.task.source in self._once):
             self._pending[group.group_id] = Visit(group.task, pass_rate)
 
     def on_step(self, version: int) -> None:

@@ -172,7 +172,7 @@ class TaskStream:
         ):
             cursor.share = share
         if curriculum is not None:
-            curriculum.once = {c.source.label for c in self._cursors if c.source.endless or c.max_epochs == 1}
+            curriculum.ignore({c.source.label for c in self._cursors if c.source.endless or c.max_epochs == 1})
         self._rule = self._make_split()
 
     def next(self) -> Task | None:

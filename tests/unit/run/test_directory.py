@@ -23,7 +23,7 @@ from rollover.track.tracker import Cut
 HOLD = """
 import sys, time
 from pathlib import Path
-from rollover.run.lock import DirectoryLock
+from rollover.run.run_files import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]), "run.dir")
 print("held", flush=True)
 time.sleep(600)

@@ -13,7 +13,7 @@ from rollover.cli import main
 from rollover.config import Config
 from rollover.models import flops
 from rollover.models.flops import ModelFlops
-from rollover.run.estimate import estimate, estimate_of, seconds
+from rollover.run.device_use import estimate, estimate_of, seconds
 
 FLOPS = ModelFlops(90e6, 90e6, 10e6, 10e6, {})
 

@@ -110,7 +110,7 @@ class Parts:
             meta, arrays = state
             self.lifecycle.load_state_dict(through_json(meta), arrays)
         self.trace, self.lifetimes = Trace(self.lifecycle.clock), Lifetimes()
-        self.lifecycle.clock.version = version
+        self.lifecycle.clock.on_version(version)
         self.lifetimes.load_state_dict({}, self.lifecycle.cache.groups.values(), version, 0.0)
         self.lifecycle.listeners = [self.lifetimes.on_event, self.trace.on_event]
         self.trainer = SimpleNamespace(policy_version=version)

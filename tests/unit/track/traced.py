@@ -52,7 +52,7 @@ class TracedRun(Run):
         return groups
 
     def publish(self) -> list[Group]:
-        self.lifecycle.clock.version = self.version + 1
+        self.lifecycle.clock.on_version(self.version + 1)
         self.tracing.on_weight_sync(self.version + 1)
         return super().publish()
 

@@ -15,7 +15,7 @@ from recorded_run import group, recorded, row, segment, write_run
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.rollout_detail import split_text
 from rollover.plugins.dashboard.run_data import RunData
-from rollover.run.lock import DirectoryLock
+from rollover.run.run_files import DirectoryLock
 from rollover.track.jsonl import MetricsFile
 from rollover.track.records import Format, RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent, TraceFile

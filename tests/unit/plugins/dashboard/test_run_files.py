@@ -11,7 +11,7 @@ from recorded_run import row, write_run
 from rollover.config import Config
 from rollover.plugins.dashboard.indexed_run import IndexedRun
 from rollover.plugins.dashboard.metrics import Amount
-from rollover.run.lock import DirectoryLock
+from rollover.run.run_files import DirectoryLock
 from rollover.track.build import build_trackers
 
 

@@ -1,21 +1,31 @@
-"""The row of a step for metrics.jsonl, gathered from all components of the run. docs/metrics.md has the keys.
+"""What a step leaves behind: its row of metrics, and a record of each of its groups; both go to the trackers.
 
-Owns the counters as of the row before, and the seconds that a step spends on each kind of work. Tracking checks the
-staleness bound, not this module.
+    the loop ──▶ StepLog.on_step ──▶ row, checked (ledger, staleness bound) ──────────┐
+                      └─▶ GroupRecords ◀──dropped── Lifecycle    ──▶ RecordedGroup ──┴──▶ trackers (track/tracker.py)
+
+A step that breaks an invariant ends the run before it is reported. Owns what the counters of other components were at
+the row before, the seconds that a step spends on each kind of work, and the dropped groups that are not reported yet.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
+from types import MappingProxyType
 
+import numpy as np
+
+from rollover.algorithms.credit import greedy_of
 from rollover.algorithms.grouping import Grouping
+from rollover.config import Config
+from rollover.envs.chat import Decode, answer_decoder
 from rollover.functions import custom_function, described
-from rollover.rollout.lifecycle import acting_in
+from rollover.rollout.lifecycle import Event, EventKind, acting_in
 from rollover.run.batch_metrics import (
     advantage_metrics,
     mask_metrics,
@@ -29,10 +39,13 @@ from rollover.run.batch_metrics import (
 )
 from rollover.run.device_use import DeviceUse, Utilization, peak_rss_bytes
 from rollover.run.event_log import EventLog
-from rollover.run.setup import RunContext
+from rollover.run.setup import Components, RunContext
+from rollover.track.live import LiveView, Progress
 from rollover.track.metrics import is_counter, is_of_engine
+from rollover.track.token_stats import TokenStats
+from rollover.track.tracker import RecordedCredit, RecordedGroup, Tracker
 from rollover.trainer.batch import Batch
-from rollover.types import Group, copied
+from rollover.types import DropReason, Group, Sample, copied
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +58,18 @@ _OF_ROLLOUTS = (
 )  # fmt: skip
 
 
-class StepMetrics:
-    """The metrics rows of one run. `overlaps`: whether rollouts are generated while the trainer trains."""
+class StepLog:
+    """The metrics rows and group records of one run."""
 
-    def __init__(self, context: RunContext, event_log: EventLog, *, overlaps: bool) -> None:
+    def __init__(self, context: RunContext, event_log: EventLog) -> None:
         self.config, self.components, self.restart_budget = context.config, context.components, context.restart_budget
-        self.trackers, self.event_log, self.overlaps = context.directory.trackers, event_log, overlaps
+        self.trackers, self.event_log = context.directory.trackers, event_log
+        decode = answer_decoder(self.components.loaded.tokenizer, self.config.rollout.keep_special_tokens)
+        self.records = GroupRecords(self.trackers, decode, self.config)
+        self.trackers.of_type(LiveView).watch(_progress(self.config, self.components), self.config.train.num_steps)
         self.grouping = Grouping(self.config.workflow)
         self.custom_metrics = custom_metrics(self.config.track.metrics)
-        self.utilization, self.device_use = Utilization(self.config, overlaps), DeviceUse()
+        self.utilization, self.device_use = Utilization(self.config), DeviceUse()
         self._seconds: dict[str, float] = {}
         self._counted: dict[str, float] = {}
         self._carried: dict[str, float] = {}  # counters of engine and rewards in earlier processes
@@ -100,13 +116,28 @@ class StepMetrics:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
-    def row(
+    def on_step(
         self, groups: list[Group], batch: Batch, trained: dict[str, float], version: int, num_bytes: int
     ) -> dict[str, float]:
-        """Return the row of the step at trainer `version`, which trained `batch` of `groups`.
+        """Report the step at trainer `version`, which trained `batch` of `groups`, and return its row.
 
         `trained`: metrics of the trainer and the producer. `num_bytes`: size of the weights that were synced.
         """
+        row, trainer = self._row(groups, batch, trained, version, num_bytes), self.components.trainer
+        self.components.lifecycle.check()
+        bound = self.config.staleness_bound
+        recorded = self.config.run.train_on_recorded  # by another run
+        assert recorded or row["staleness/max"] <= bound, f"staleness {row['staleness/max']} is above {bound}"
+        assert row.get("staleness/replayed_max", 0) <= self.config.replay.max_staleness, "replayed above its bound"
+        if self.config.algorithm.supervised:
+            row = {key: value for key, value in row.items() if not key.startswith(_OF_ROLLOUTS)}
+        self.records.on_groups(trainer.policy_version, groups, batch, trainer.token_stats)
+        self.trackers.on_step(row)
+        return row
+
+    def _row(
+        self, groups: list[Group], batch: Batch, trained: dict[str, float], version: int, num_bytes: int
+    ) -> dict[str, float]:
         components, driver = self.components, self.components.driver
         batch = replace(batch, samples=components.trainer.trained)
         ledger = components.lifecycle.metrics()
@@ -164,10 +195,7 @@ class StepMetrics:
         train_flops = self._since_last("train_flops", components.trainer.backend.flops)
         row |= self.device_use.of_step(step_s)
         row |= self.utilization.of_step(row, train_flops, engine.get("engine/flops", 0.0))
-        row |= speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
-        if self.config.algorithm.supervised:
-            return {key: value for key, value in row.items() if not key.startswith(_OF_ROLLOUTS)}
-        return row
+        return row | speed_metrics(row) | waste_metrics(engine, row) | self._threads(engine)
 
     def _precomputed(self, batch: Batch) -> dict[str, float]:
         """Return counts with workflow.own_advantages = "auto"; log a role's first group with advantages in part."""
@@ -213,7 +241,7 @@ class StepMetrics:
     def _engine_waits(self) -> dict[str, float]:
         """Seconds in which the engine was idle, by the component it waited for; with overlap only."""
         idle = self.components.driver.clock.idle.seconds()
-        if not self.overlaps:
+        if not self.config.rollout.overlap:
             return {}
         return {
             f"wait/engine_for_{component}_s": self._since_last(f"idle/{component}", s) for component, s in idle.items()
@@ -266,6 +294,112 @@ class StepMetrics:
         before = self._counted.get(name, 0.0)
         self._counted[name] = cumulative
         return cumulative - before
+
+
+def _progress(config: Config, components: Components) -> Callable[[], Progress]:
+    """Return a function that returns the progress of the current step, callable from any thread."""
+
+    # No reference to the components or the trainer: it would keep a lost backend alive.
+    lifecycle, trainer = components.lifecycle, weakref.ref(components.trainer)
+
+    def progress() -> Progress:
+        ready = sum(group.ready for group in list(lifecycle.cache.groups.values()))
+        trained = (0, 0) if (of := trainer()) is None else of.computed.tokens()
+        return Progress(ready, config.rollout.groups_per_step, lifecycle.ledger.generated_tokens, *trained)
+
+    return progress
+
+
+class GroupRecords:
+    """Reports groups to `tracker`, if it wants them. `decode(token ids)` returns a text."""
+
+    def __init__(self, tracker: Tracker, decode: Decode, config: Config) -> None:
+        self.tracker, self.decode, self.config, self.wanted = tracker, decode, config, tracker.wants_groups
+        self.dropped: list[tuple[Group, DropReason]] = []
+
+    def on_event(self, event: Event) -> None:
+        """Note a dropped group."""
+        if event.kind is EventKind.DROP and event.reason is not None and self.wanted:
+            self.dropped.append((event.group, event.reason))
+
+    def on_groups(
+        self,
+        version: int,
+        groups: list[Group],
+        batch: Batch | None,
+        tokens: Mapping[str, TokenStats] = MappingProxyType({}),
+    ) -> None:
+        """Report the groups of the step that led to trainer `version`, and the groups dropped until now."""
+        if not self.wanted:
+            return
+        samples = () if batch is None else [s for s in batch.samples if s.mask.any() and self._by_rewards(s)]
+        advantages = {s.rollout_id: float(s.advantages[s.mask].mean(dtype=np.float64)) for s in samples}
+        credits = {} if batch is None else _credits(batch) | _credits_of_greedy(batch, groups)
+        records = [self._recorded(g, advantages, None, credits, tokens) for g in groups]
+        records += [self._recorded(group, {}, reason, {}, {}) for group, reason in self.dropped]
+        if records:
+            self.tracker.on_groups(version, records)
+        self.dropped.clear()  # after the write: one that fails is retried with the checkpoint at the end of a run
+
+    def _by_rewards(self, sample: Sample) -> bool:
+        """Return whether the batch has the sample's advantages, and not only a critic or a teacher."""
+        over_tokens = self.config.algorithm.advantage_traits.over_tokens
+        return not (over_tokens or self.config.distill.replaces_for(sample.role))
+
+    def _recorded(
+        self,
+        group: Group,
+        advantages: Mapping[str, float],
+        reason: DropReason | None,
+        credits: Mapping[str, RecordedCredit],
+        tokens: Mapping[str, TokenStats],
+    ) -> RecordedGroup:
+        texts = [self.decode(r.token_ids()) for r in group.rollouts]
+        ids = [r.rollout_id for r in group.rollouts]
+        return RecordedGroup(
+            group,
+            texts,
+            list(map(advantages.get, ids)),
+            reason,
+            list(map(credits.get, ids)),
+            list(map(tokens.get, ids)),
+        )
+
+
+def _credits(batch: Batch) -> dict[str, RecordedCredit]:
+    """Return the credit of each rollout of the batch, by its id."""
+    found: dict[str, RecordedCredit] = {}
+    for number, compared in ((k, c) for several in batch.credited.compared.values() for k, c in enumerate(several)):
+        for trajectory in compared.trajectories:
+            reward = batch.credited.shaped.apply(trajectory).reward
+            penalty = None
+            if batch.penalties is not None:
+                of_tokens = (batch.penalties.tokens.get(r.rollout_id) for r in trajectory.rollouts)
+                penalty = float(sum(x.sum(dtype=np.float64) for x in of_tokens if x is not None))
+            credit = RecordedCredit(
+                number,
+                None if reward is None else reward.score,
+                batch.credited.shaped.terms.get(trajectory.sequence_id, {}),
+                penalty,
+            )
+            found |= dict.fromkeys(trajectory.ids, credit)
+    for masked in batch.masked.rollouts:
+        before = found.get(masked.rollout.rollout_id, RecordedCredit(None, None, {}))
+        reward = before.reward if masked.in_baseline else None
+        left_out = f"{masked.reason}: {masked.detail}"
+        found[masked.rollout.rollout_id] = replace(before, reward=reward, left_out=left_out)
+    return found
+
+
+def _credits_of_greedy(batch: Batch, groups: Sequence[Group]) -> dict[str, RecordedCredit]:
+    """Return the credit of greedy rollouts, whose rewards are the baseline of their siblings."""
+    found: dict[str, RecordedCredit] = {}
+    for trajectory in greedy_of([group for group in groups if group.group_id in batch.credited.compared]):
+        reward = batch.credited.shaped.apply(trajectory).reward
+        terms = batch.credited.shaped.terms.get(trajectory.sequence_id, {})
+        credit = RecordedCredit(None, None if reward is None else reward.score, terms)
+        found |= dict.fromkeys(trajectory.ids, credit)
+    return found
 
 
 CustomMetrics = Callable[[list[Group]], dict[str, float]]

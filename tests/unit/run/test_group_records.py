@@ -13,13 +13,13 @@ import pytest
 
 from local_trainer import build_batch
 from rollover.algorithms.shaping import Shaping
-from rollover.config import AlgorithmConfig, RewardsConfig, WorkflowConfig
+from rollover.config import AlgorithmConfig, Config, DistillConfig, RewardsConfig, WorkflowConfig
 from rollover.plugins.dashboard.explain_advantage import explain_advantage
 from rollover.plugins.dashboard.rollout_index import RolloutIndex
 from rollover.plugins.dashboard.run_statistics import staleness_map
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Event, EventKind
-from rollover.run.tracking import Tracking
+from rollover.run.step_log import GroupRecords
 from rollover.track.records import RolloutRecorder, read_records, read_rollouts
 from rollover.track.tracker import RecordedGroup
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, SamplingParams, StopReason
@@ -42,7 +42,7 @@ def test_dropped_group_is_recorded_after_a_failed_write(tmp_path: Path) -> None:
     def decode(ids: Any) -> str:
         return ""
 
-    records = Tracking(FullOnce(tmp_path), decode)
+    records = GroupRecords(FullOnce(tmp_path), decode, Config())
     group = Group(0, make_task(0), Prompt((1, 2)), [Rollout(0, 0, make_task(0))])
     records.on_event(Event(EventKind.DROP, group, reason=DropReason.STALE))
     with pytest.raises(OSError, match="No space left"):
@@ -69,8 +69,9 @@ def test_recorded_advantage_is_the_mean_of_loss_tokens(tmp_path: Path) -> None:
     group = Group(0, make_task(0), Prompt((1, 2)), scores)
     by_turns = WorkflowConfig(credit="turn_returns")
     batch = build_batch([group], AlgorithmConfig(advantage="dr_grpo"), workflow=by_turns)
-    Tracking(RolloutRecorder(tmp_path / "a"), lambda ids: "").on_groups(1, [group], batch)
-    Tracking(RolloutRecorder(tmp_path / "b"), lambda ids: "", lambda sample: False).on_groups(1, [group], batch)
+    with_critic = Config.model_construct(algorithm=AlgorithmConfig(advantage="gae"), distill=DistillConfig())
+    for name, config in (("a", Config()), ("b", with_critic)):
+        GroupRecords(RolloutRecorder(tmp_path / name), lambda ids: "", config).on_groups(1, [group], batch)
     told = [[record["advantage"] for record in read_records(tmp_path / name)] for name in "ab"]
     assert told[0] == pytest.approx([(2 * 0.75 - 3 * 0.25) / 5, -0.25, None]) and told[1] == [None] * 3
 
@@ -86,7 +87,7 @@ def test_greedy_rollout_is_recorded_as_baseline(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(advantage="remax")
     shaping = Shaping(RewardsConfig(overlong_buffer_tokens=2, overlong_penalty=1.0), max_new_tokens=8)
     batch = build_batch([group], algorithm, shaping=shaping)
-    Tracking(RolloutRecorder(tmp_path), lambda ids: "").on_groups(1, [group], batch)
+    GroupRecords(RolloutRecorder(tmp_path), lambda ids: "", Config()).on_groups(1, [group], batch)
     records = list(read_records(tmp_path))
     assert [record["outcome"] for record in records] == ["trained", "dropped:baseline"]
     assert records[1]["credit"] == {
@@ -116,7 +117,9 @@ def test_rollout_with_cancelled_call_is_recorded_as_dropped(tmp_path: Path) -> N
     group = Group(0, make_task(0), Prompt((1, 2)), [given_up, *others])
     ledger = Ledger()
     ledger.on_consume(group)
-    Tracking(RolloutRecorder(tmp_path), lambda ids: "").on_groups(1, [group], build_batch([group], AlgorithmConfig()))
+    GroupRecords(RolloutRecorder(tmp_path), lambda ids: "", Config()).on_groups(
+        1, [group], build_batch([group], AlgorithmConfig())
+    )
     records = list(read_records(tmp_path))
     assert [record["outcome"] for record in records] == ["dropped:abandoned", "trained", "trained"]
     trained = sum(record["num_tokens"] for record in records if record["outcome"] == "trained")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollover.config import EvalConfig
-from rollover.run.best import best_of, check_metric, early_stop_reason, metric_value
+from rollover.track.jsonl import best_of, check_metric, early_stop_reason, metric_value
 
 ROW: dict[str, Any] = {
     "step": 4,

@@ -126,8 +126,8 @@ class Run:
 
     def resume(self, *, trust: bool = False, **overrides: Any) -> Run:
         """Resume the run, as `rollover.train(resume=run.directory, ...)` with its functions and tasks."""
+        from rollover.api.session import train_and_wait
         from rollover.api.settings import Arguments
-        from rollover.api.start import train_and_wait
 
         names = ("model", "tasks", "reward", "eval_tasks", "config", "examples", "rollouts")
         named: dict[str, Any] = {name: overrides.pop(name, None) for name in names}

@@ -13,10 +13,13 @@ backend. A restart does what a kill and `--resume` do, in one process: run/resum
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import logging
 import os
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +51,7 @@ from rollover.trainer.backend import BackendLost
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
+_SIGNAL_S = 0.5
 Result = TypeVar("Result")
 
 
@@ -399,3 +403,70 @@ def run_training(resolved: Resolved, resume: bool, command: list[str] | None = N
         terminal.error(f"nothing was trained: {reason}")
         return 2
     return 0
+
+
+# A whole run in one call
+
+Trained = tuple[Path, dict[str, Any], Mapping[str, Any]]
+"""(directory of the run, its live functions and tasks by name, its configuration)"""
+
+
+def train_and_wait(arguments: Arguments) -> Trained:
+    """Make all remaining steps. If an event loop is running, the run has its own thread."""
+    try:
+        asyncio.get_running_loop()
+        in_thread = True
+    except RuntimeError:
+        in_thread = False
+    session, live = _session(arguments)
+    if in_thread:
+        _finish_in_thread(session)
+    else:
+        run_bounded(finish(session), session.config.watchdog.grace_s)
+    return session.directory, live, session.config.model_dump()
+
+
+async def train_here(arguments: Arguments) -> Trained:
+    """Make all remaining steps on the running event loop."""
+    session, live = _session(arguments)
+    await finish(session)
+    return session.directory, live, session.config.model_dump()
+
+
+def _session(arguments: Arguments) -> tuple[Session, dict[str, Any]]:
+    settings = arguments.settle()
+    live = dict(settings.live)  # the session releases its own at its end
+    return Session.of(settings, arguments.resume is not None), live
+
+
+def _finish_in_thread(session: Session) -> None:
+    """Wait for the session, which gets the signals; a second Ctrl-C cancels it and raises KeyboardInterrupt here."""
+    outcome: Future[None] = Future()
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def body() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        await finish(session)
+
+    def thread() -> None:
+        try:
+            run_bounded(body(), session.config.watchdog.grace_s)
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    # In the caller's context: a notebook shows the output below its cell.
+    threading.Thread(target=contextvars.copy_context().run, args=(thread,), name="rollover.train").start()
+    with signals_to(session.on_signal):
+        try:
+            while not outcome.done():  # Python handles signals of other threads when this thread wakes
+                wait([outcome], timeout=_SIGNAL_S)
+        except KeyboardInterrupt:
+            for loop, task in running:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(task.cancel)
+            raise
+    outcome.result()

@@ -1,4 +1,4 @@
-"""`rollover.train`, `rollover.sft` and `rollover.train_async`: a whole run in one call (start.py)."""
+"""`rollover.train`, `rollover.sft` and `rollover.train_async`: a whole run in one call (session.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollover.api.run import Run, after_training
+from rollover.api.session import train_and_wait, train_here
 from rollover.api.settings import Arguments, Layer
-from rollover.api.start import train_and_wait, train_here
 
 
 def train(

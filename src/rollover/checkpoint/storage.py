@@ -1,26 +1,32 @@
-"""Storage of checkpoints: names of entries, files with their manifest, and the interface of a local or remote store.
+"""Where checkpoints are: names of entries, files with their manifest, and the two storages.
 
     CheckpointStore (store.py) ──▶ Storage.begin ──▶ CheckpointWriter: add, add_folder, ... ──▶ commit or abort
-                                   LocalStorage (local.py), RemoteStorage (remote.py)
 
-The writers store files in an order that survives the death of the process at any moment (docs/checkpoint-format.md).
-Knows nothing of the content of the files.
+LocalStorage: a folder beside the final one, renamed into place when it is complete. RemoteStorage: behind an fsspec
+URL, in a store without rename; a marker, uploaded last, makes a checkpoint valid. Owns the order of changes, which
+survives the death of the process at any moment (docs/checkpoint-format.md). One process writes at a time. Knows nothing
+of the content of the files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import tempfile
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rollover.files import give_usual_mode, open_regular
+from safetensors import SafetensorError
+
+from rollover.files import fsync_dir, give_usual_mode, open_regular
 
 _NAME = re.compile(r"step-(\d+)")
 # In a remote store: step-N is the first upload of a checkpoint, step-N.1, .2, ... replace it.
@@ -232,6 +238,253 @@ class Storage(ABC):
 
     def at(self, entry: str) -> str:
         return f"{self.root}/{entry}"
+
+
+class LocalStorage(Storage):
+    """A local folder."""
+
+    write_errors = (OSError, RuntimeError, SafetensorError)  # torch.save and safetensors have errors of their own
+
+    @property
+    def local_folder(self) -> Path:
+        return Path(self.root)
+
+    @property
+    def needs_room_in(self) -> str:
+        return self.root
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Pass errors on: those of the operating system are clear."""
+        return contextlib.nullcontext()
+
+    def entries(self) -> list[str]:
+        return sorted(os.listdir(self.root)) if os.path.isdir(self.root) else []
+
+    def unclean(self) -> set[str]:
+        """Return none: `clean` removes incomplete ones."""
+        return set()
+
+    def find(self, name: str) -> str | None:
+        """Look for its name, and for a .old- entry of a writer that died between its renames."""
+        if self.exists(self.at(name)):
+            return self.at(name)
+        for entry in self.entries():
+            match = LEFTOVER.fullmatch(entry)
+            if match and match[1] == "old" and match[2] == name:
+                return self.at(entry)
+        return None
+
+    def folder_for(self, source: str) -> str:
+        return source
+
+    def fetch(self, source: str, file: str, path: str) -> None:
+        """Do nothing: the file is local."""
+
+    def begin(self, name: str) -> CheckpointWriter:
+        os.makedirs(self.root, exist_ok=True)
+        self.clean()
+        return LocalWriter(self.root, name)
+
+    def delete(self, name: str) -> None:
+        # Renamed first: a kill in the middle of the deletion must not leave a committed but incomplete checkpoint.
+        doomed = self.at(leftover("tmp", name))
+        os.rename(self.at(name), doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def clean(self) -> None:
+        """Undo a replacement that was killed between its two renames, and remove other leftovers of dead writers."""
+        for entry in self.entries():
+            match = LEFTOVER.fullmatch(entry)
+            if match is None:
+                continue
+            kind, name = match[1], match[2]
+            if kind == "old" and not os.path.lexists(self.at(name)):
+                os.rename(self.at(entry), self.at(name))
+            else:
+                shutil.rmtree(self.at(entry), ignore_errors=True)
+
+
+class LocalWriter(CheckpointWriter):
+    """Writes a folder beside the final one, and renames it when it is complete."""
+
+    def __init__(self, root: str, name: str) -> None:
+        super().__init__()
+        self._root = root
+        self._temporary, self._aside, self._final = (
+            f"{root}/{entry}" for entry in (leftover("tmp", name), leftover("old", name), name)
+        )
+        os.mkdir(self._temporary)
+
+    def add(self, file: str, content: FileWriter) -> None:
+        path = os.path.join(self._temporary, *file.split("/"))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        produce(path, content)
+        self.manifest[file] = fingerprint(path)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[str]:
+        """Make a folder inside the temporary one: on its disk, and removed with it if the process dies."""
+        folder = os.path.join(self._temporary, ".aside")
+        os.mkdir(folder)
+        yield folder
+        shutil.rmtree(folder)
+
+    def commit(self) -> None:
+        text = manifest_text(self.manifest)
+        produce(os.path.join(self._temporary, MANIFEST), text)
+        for folder, _, _ in os.walk(self._temporary):
+            fsync_dir(folder)
+        # The marker is written last, when the files are on disk.
+        produce(os.path.join(self._temporary, COMMITTED), commit_text(text))
+        fsync_dir(self._temporary)
+        if os.path.lexists(self._final):
+            os.rename(self._final, self._aside)
+        os.rename(self._temporary, self._final)
+        fsync_dir(self._root)
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def abort(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        if os.path.lexists(self._aside) and not os.path.lexists(self._final):
+            os.rename(self._aside, self._final)
+
+
+class RemoteStorage(Storage):
+    """A store behind an fsspec URL. Downloads live as long as this object.
+
+    `shared`: a local folder that all machines of the run see, for temporary files; None: TMPDIR.
+    """
+
+    write_errors = (Exception,)  # every store has errors of its own
+
+    def __init__(self, fs: Any, root: str, dir: str, shared: Path | None) -> None:
+        super().__init__(fs, root, dir)
+        self._shared = shared
+        self._downloads: list[tempfile.TemporaryDirectory[str]] = []
+
+    @property
+    def local_folder(self) -> None:
+        return None
+
+    @property
+    def needs_room_in(self) -> str:
+        return str(self._shared or tempfile.gettempdir())
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn errors into a ValueError: a store that does not answer must not look empty."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"checkpoint.dir = {self.dir!r} cannot be read: {reason}") from error
+
+    def entries(self) -> list[str]:
+        self.fs.invalidate_cache()
+        try:
+            return sorted(os.path.basename(p.rstrip("/")) for p in self.fs.ls(self.root, detail=False))
+        except FileNotFoundError:
+            return []
+
+    def unclean(self) -> set[str]:
+        """Return all: `clean` removes nothing here."""
+        return self.names()
+
+    def find(self, name: str) -> str | None:
+        """Return the newest complete upload, or else the newest."""
+        uploads = [self.at(entry) for entry in self._uploads(name)]
+        committed = [path for path in uploads if self.exists(f"{path}/{COMMITTED}")]
+        return next(reversed(committed or uploads), None)
+
+    def folder_for(self, source: str) -> str:
+        download = _temporary(self._shared)
+        self._downloads.append(download)
+        return download.name
+
+    def fetch(self, source: str, file: str, path: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self.fs.get_file(f"{source}/{file}", path)
+
+    def begin(self, name: str) -> CheckpointWriter:
+        # A replaced upload is deleted after the commit of its replacement.
+        replaced = self._uploads(name)
+        target = self.at(f"{name}.{upload_number(replaced[-1]) + 1}" if replaced else name)
+        earlier = [self.at(entry) for entry in replaced]
+        return RemoteWriter(self.fs, target, earlier, self._delete_upload, self.write_errors, self._shared)
+
+    def delete(self, name: str) -> None:
+        for entry in self._uploads(name):
+            self._delete_upload(self.at(entry))
+
+    def clean(self) -> None:
+        """Do nothing: incomplete uploads are invisible, and deleted with old checkpoints."""
+
+    def _uploads(self, name: str) -> list[str]:
+        """Return the uploads of this checkpoint, the newest last."""
+        entries = [e for e in self.entries() if (match := UPLOAD.fullmatch(e)) and match[1] == name]
+        return sorted(entries, key=upload_number)
+
+    def _delete_upload(self, path: str) -> None:
+        self.fs.invalidate_cache()
+        if self.exists(f"{path}/{COMMITTED}"):
+            self.fs.rm_file(f"{path}/{COMMITTED}")
+        if self.exists(path):
+            self.fs.rm(path, recursive=True)
+
+
+class RemoteWriter(CheckpointWriter):
+    """Writes to the folder `target` of an object store, the marker last.
+
+    `replaced`: earlier uploads of this checkpoint; `delete` removes one of them, or this one. `errors`: those of a
+    failing store; `shared`: see RemoteStorage. Files are staged locally one at a time.
+    """
+
+    def __init__(
+        self,
+        fs: Any,
+        target: str,
+        replaced: list[str],
+        delete: Callable[[str], None],
+        errors: tuple[type[Exception], ...],
+        shared: Path | None,
+    ) -> None:
+        super().__init__()
+        self._fs, self._target, self._replaced, self._delete, self._errors = fs, target, replaced, delete, errors
+        self._shared = shared
+
+    def add(self, file: str, content: FileWriter) -> None:
+        with _temporary(self._shared) as staging:
+            staged = os.path.join(staging, "file")
+            produce(staged, content)
+            self.manifest[file] = fingerprint(staged)
+            self._fs.makedirs(os.path.dirname(f"{self._target}/{file}"), exist_ok=True)
+            self._fs.put_file(staged, f"{self._target}/{file}")
+
+    def aside(self) -> AbstractContextManager[str]:
+        return _temporary(self._shared)
+
+    def commit(self) -> None:
+        text = manifest_text(self.manifest)
+        self._fs.makedirs(self._target, exist_ok=True)
+        self._fs.pipe_file(f"{self._target}/{MANIFEST}", text)
+        self._fs.pipe_file(f"{self._target}/{COMMITTED}", commit_text(text))
+        for entry in self._replaced:
+            try:
+                self._delete(entry)
+            except self._errors as error:
+                warnings.warn(f"{entry}, which was replaced, could not be deleted: {error}", stacklevel=3)
+
+    def abort(self) -> None:
+        with contextlib.suppress(*self._errors):
+            self._delete(self._target)
+
+
+def _temporary(shared: Path | None) -> tempfile.TemporaryDirectory[str]:
+    if shared is not None:
+        shared.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="rollover-checkpoint-", dir=shared)
 
 
 def existing(folder: str) -> str:

@@ -21,9 +21,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from rollover.checkpoint.local import LocalStorage
 from rollover.checkpoint.mirror import Mirror
-from rollover.checkpoint.remote import RemoteStorage
 from rollover.checkpoint.storage import (
     COMMITTED,
     FORMAT_VERSION,
@@ -31,6 +29,8 @@ from rollover.checkpoint.storage import (
     CheckpointWriter,
     FileWriter,
     FolderWriter,
+    LocalStorage,
+    RemoteStorage,
     Storage,
     checkpoint_step,
     commit_text,

@@ -94,7 +94,7 @@ class Session:
         try:
             check_can_train(settings.config)
             with paths_begin_in(self._folder):
-                self._directory = RunDirectory(settings.config, resume)
+                self._directory = RunDirectory(settings.config, resume, command)
         except BaseException:
             settings.release()
             raise
@@ -106,7 +106,6 @@ class Session:
         self._has_failed = False  # the backend was lost, and the run does not restart
         self._retrained: Step | None = None  # trained again after a loss, and not yielded yet
         self._version = 0  # the trainer's, as of the last call
-        self._resume_command = self._directory.resume_command(command)
         self._restores_signals = command is None  # the command line's process ends with its run
 
     async def __aenter__(self) -> Session:
@@ -301,14 +300,15 @@ class Session:
         self._has_failed = self._stop.requested or budget.is_exceeded
         if self._stop.requested:
             logger.warning(
-                f"stopped without a checkpoint, as there is no backend; continue with:\n  {self._resume_command}"
+                "stopped without a checkpoint, as there is no backend; continue with:"
+                f"\n  {self._directory.resume_command}"
             )
             return
         if budget.is_exceeded:
             raise BackendLost(
                 f"the trainer's backend was lost {budget.in_a_row} times without a step in between"
                 f" (cluster.max_restarts = {budget.most}), the last time: {reason}. Mend that, and continue with:"
-                f"\n  {self._resume_command}"
+                f"\n  {self._directory.resume_command}"
             )
         logger.info(
             f"restart {budget.in_a_row} of {budget.most} without a step in between: the run goes on from"
@@ -357,7 +357,6 @@ class Session:
                 self._stop,
                 self._restart_budget,
                 journal,
-                self._resume_command,
             )
             run = Run(context, self._changes)
         except BaseException:

@@ -31,7 +31,6 @@ from rollover.run.pipeline import Pipeline
 from rollover.run.producer import Producer
 from rollover.run.setup import Components, RunContext
 from rollover.trainer.backend import StoredTensors
-from rollover.types import Group
 
 logger = logging.getLogger(__name__)
 
@@ -211,8 +210,8 @@ def _arrays(component: StatefulComponent, files: Mapping[str, Any]) -> Arrays:
 class Checkpointing:
     """Writes the checkpoints of one run.
 
-    `taken`: the groups of the step that is being trained. `saved_version`: the policy version of the newest checkpoint,
-    -1 without one. `changed`: whether anything happened to a rollout since the newest checkpoint.
+    `saved_version`: the policy version of the newest checkpoint, -1 without one. `changed`: whether anything happened
+    to a rollout since the newest checkpoint.
     """
 
     def __init__(
@@ -222,10 +221,9 @@ class Checkpointing:
         event_log: EventLog,
         pipeline: Pipeline,
     ) -> None:
-        self.context, self.config, self.components = context, context.config, context.components
+        self.config, self.components, self.stop = context.config, context.components, context.stop
         self.directory, self.stateful = context.directory, stateful
         self.event_log, self.pipeline = event_log, pipeline
-        self.taken: list[Group] = []
         self.saved_version = -1
         self.changed = False
 
@@ -280,8 +278,8 @@ class Checkpointing:
             else:
                 event_log.journal.discard()
         self.saved_version, self.changed = version, False
-        if version < self.config.train.num_steps and not self.context.stop.requested:
-            command = self.context.resume_command
+        if version < self.config.train.num_steps and not self.stop.requested:
+            command = self.directory.resume_command
             logger.info(f"checkpoint {snapshot.name}; if this run ends early, continue with: {command}")
 
     async def keep_best(self, step: int | None) -> None:
@@ -310,8 +308,8 @@ class Checkpointing:
                 await components.driver.abandon()
             if components.trainer.in_update:
                 raise ValueError(f"the weights are in the middle of step {version + 1}")
-            if self.taken:
-                components.lifecycle.give_back(self.taken, version)
+            if self.pipeline.taken:
+                components.lifecycle.give_back(self.pipeline.taken, version)
             components.lifecycle.check()
             if version not in (0, self.saved_version) and not self.directory.metrics.reaches(version):
                 raise ValueError(f"metrics.jsonl has no row of step {version}")

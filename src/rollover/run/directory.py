@@ -61,8 +61,9 @@ class RunDirectory:
     where an output cannot be written: every path is checked before there is any work to lose.
     """
 
-    def __init__(self, config: Config, resume: bool) -> None:
-        self.config, self.resume = config, resume
+    def __init__(self, config: Config, resume: bool, command: list[str] | None = None) -> None:
+        """`command`: the words after the verb, for `resume_command`; None: called by a program."""
+        self.config, self.resume, self._command = config, resume, command
         self._resume_from = config.checkpoint.resume_from
         if resume and not config.run.dir:
             raise ValueError("--resume needs run.dir: add --run.dir <directory of the run>")
@@ -256,9 +257,9 @@ class RunDirectory:
             atomic_write_text(next(p for p in kept if not p.exists()), path.read_text())
         atomic_write_text(path, self.config.model_dump_json(indent=2) + "\n")
 
-    def write_resume(self, command: str) -> None:
+    def write_resume(self) -> None:
         """Write resume.json: the command that resumes, and its folder."""
-        resume = {"command": command, "folder": start_folder()}
+        resume = {"command": self.resume_command, "folder": start_folder()}
         atomic_write_text(self.path / RESUME, json.dumps(resume, indent=2) + "\n")
 
     def write_tokenizer(self, tokenizer: Any) -> None:
@@ -288,15 +289,16 @@ class RunDirectory:
         with _optional():
             return read_tables(path) if path.exists() else {}
 
-    def resume_command(self, command: list[str] | None) -> str:
-        """Return the shell command that resumes this run; `command`: the words after the verb.
+    @property
+    def resume_command(self) -> str:
+        """The shell command that resumes this run.
 
-        None: return a call in Python, to be made with the functions and tasks that were given as objects.
+        For a program a call in Python, to be made with the functions and tasks that were given as objects.
         """
-        if command is None:
+        if self._command is None:
             trust = ", trust=True" if any(named(self.config.model_dump())) else ""
             return f"rollover.train(resume={str(self.path)!r}{trust})"
-        words = [w for w in command if not w.startswith(("--run.dir=", "--checkpoint.resume_from="))]
+        words = [w for w in self._command if not w.startswith(("--run.dir=", "--checkpoint.resume_from="))]
         verb = "sft" if self.config.algorithm.supervised else "train"
         return shlex.join([*_program(), verb, *words, f"--run.dir={self.path}", "--resume"])
 

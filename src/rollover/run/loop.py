@@ -113,7 +113,7 @@ class Run:
         self.checkpointing.protect_best(self.evaluator.best_step)  # a write deletes old ones
         await self.checkpointing.begin()
         self.directory.write_config()
-        self.directory.write_resume(self.context.resume_command)
+        self.directory.write_resume()
         if self.config.track.rollouts:
             self.directory.write_tokenizer(self.components.loaded.tokenizer)
         self.directory.on_begun()
@@ -150,8 +150,7 @@ class Run:
         await self.pipeline.sleep()
 
         self.trackers.on_phase("training")
-        self.checkpointing.taken = groups
-        with self.pipeline.training(version):
+        with self.pipeline.training(version, groups):
             await self.pipeline.generate_ahead(version)
             penalties = None
             if trainer.reward_kl is not None:
@@ -160,7 +159,6 @@ class Run:
             # Before the step: a custom metric that fails costs no step.
             metrics = self.step_log.custom_metrics(groups) | self.producer.metrics()
             metrics |= await self.pipeline.train(lambda: self._train(batch, version))
-        self.checkpointing.taken = []
         components.after_step(groups, batch, version)
         self.event_log.on_step(version)
         return_freed_memory()
@@ -274,7 +272,7 @@ class Run:
             await self._evaluate()
         step = self.components.trainer.policy_version
         if self.stop.requested:
-            logger.info(f"stopped after step {step}; continue with:\n  {self.context.resume_command}")
+            logger.info(f"stopped after step {step}; continue with:\n  {self.directory.resume_command}")
             return
         if self.config.checkpoint.save_final_model:
             self.trackers.on_phase("saving the model")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -67,6 +67,7 @@ class Pipeline(Producer):
         self.shares = CoreShares.from_config(self.config)
         # One thread for all steps: it has its own team of torch threads.
         self._thread = ThreadPoolExecutor(1, "trainer")
+        self.taken: list[Group] = []  # groups of the step that is being trained
         self._in_engine: int | None = None  # version of the weights of the last sync
 
     async def produce(self, step: int, version: int) -> list[Group] | None:
@@ -97,11 +98,16 @@ class Pipeline(Producer):
             await self.components.driver.interrupt_all()
 
     @contextmanager
-    def training(self, version: int) -> Iterator[None]:
-        """Count the block as training for the step at trainer `version`, and warn if it takes too long."""
+    def training(self, version: int, groups: Sequence[Group] = ()) -> Iterator[None]:
+        """Count the block as training for the step at trainer `version`, and warn if it takes too long.
+
+        `groups`: taken from the cache for it. They stay in `taken` if the block fails.
+        """
+        self.taken = list(groups)
         what, limit_s = f"the training of step {version + 1}", self.config.watchdog.train_timeout_s
         with self.step_log.timed("train"), blocked_warning.over_work(what, "begun", limit_s):
             yield
+        self.taken = []
 
     def event_loop_watched(self, doing: Callable[[], str]) -> AbstractContextManager[None]:
         """Warn if the engine blocks the event loop in the block. `doing()`: description of the current work."""

@@ -148,7 +148,6 @@ class Resume:
             replay.on_row_written()  # before `held`: groups dropped until then are recorded
         held = {*lifecycle.cache.groups, *(group.group_id for group, _ in self.step_log.records.dropped)}
         last_row = version - row_is_missing
-        self.components.trace.resumes_at = replay.trace_bytes
         directory.truncate(Cut(last_row, held, lifecycle.cache.num_admitted or None))
         self.step_log.restore(directory.metrics.last_row if last_row else {}, next_is_missing=row_is_missing)
         if row_is_missing:
@@ -214,7 +213,7 @@ class Replay:
     `next_task(attempt)`: the next task of that attempt and its prompt. `train(groups, version)` repeats the step at
     trainer `version`; `on_row` is called when its row, and groups dropped before it, are known to be written.
     `num_records`, `num_steps`: number of those read. `row_pending`: whether the row of the last step may be missing;
-    `sync_pending`: whether its weights may not have been synced. `trace_bytes`: size of the trace at the last row.
+    `sync_pending`: whether its weights may not have been synced.
     """
 
     def __init__(self, components: Components, next_task: NextTask, train: Train, on_row: Callable[[], None]) -> None:
@@ -222,7 +221,6 @@ class Replay:
         self.next_task, self.train, self.on_row = next_task, train, on_row
         self.num_records = self.num_steps = 0
         self.row_pending = self.sync_pending = False
-        self.trace_bytes = components.trace.resumes_at
         self.taken: dict[int, Group] = {}
         self.tokens = RunningTokens()
         self._handlers: dict[str, Callable[[dict[str, Any], bytes], object]] = {
@@ -367,8 +365,7 @@ class Replay:
         self.on_row()
         self.components.lifetimes.step_metrics()
         if trace_bytes is not None:
-            self.trace_bytes = trace_bytes
-            self.components.trace.drain()
+            self.components.trace.resume_at(trace_bytes)
 
 
 class RollBack(Replay):

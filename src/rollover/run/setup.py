@@ -423,8 +423,6 @@ class RunContext:
     restart_budget: RestartBudget
     journal: Journal
     """The files of the event log (event_log.py)."""
-    resume_command: str
-    """The command that resumes the run."""
 
 
 class RestartBudget:

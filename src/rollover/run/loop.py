@@ -1,10 +1,10 @@
 """The training loop: collect groups, build the batch, step, sync weights, log.
 
-    producer.produce ─groups─▶ batches.build ▶ trainer.train_step ──▶ weight_sync: engine.load_weights
-          ▲                                                                      │
-          └── driver.on_new_version (stale drops) ◀── version + 1 ───────────────┘
+    producer.produce ─groups─▶ batches.build ▶ trainer.train_step ──▶ pipeline.sync: engine.load_weights
+          ▲                                                                  │
+          └── driver.on_new_version (stale drops) ◀── version + 1 ───────────┘
                          │
-              metrics row, record, journal, checkpoint
+              step_log: metrics row, records       event_log: journal       checkpointing
 
 Sync, partial and asynchronous training are settings of the scheduler, not other loops. Nothing runs between two
 generation phases (with rollout.overlap: after `Pipeline.interrupt_all`), so a checkpoint there is consistent.

@@ -17,7 +17,6 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
-from rollover.rollout.scheduler_state import token_budget
 from rollover.staleness import group_staleness
 from rollover.types import (
     DropReason,
@@ -255,7 +254,7 @@ class World:
         else:
             rollout = self.rng.choice(running)
         if self.config.interrupt == "token_budget":
-            self._extend(rollout, token_budget(rollout, self.config) or None)
+            self._extend(rollout, self.config.pause_after(rollout) or None)
         else:
             self._extend(rollout, None if self.rng.random() < 0.8 else self.rng.randint(self.min_pause_tokens, 3))
 

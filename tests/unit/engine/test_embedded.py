@@ -41,7 +41,7 @@ def engine(model=None, kv_on_resume="recompute", **config) -> EmbeddedEngine:
         model if model is not None else tiny.model(),
         EngineConfig(**config),
         kv_on_resume=kv_on_resume,
-        decode_text=lambda ids: tiny.tokenizer().decode(ids),
+        tokenizer=tiny.tokenizer(),
     )
 
 

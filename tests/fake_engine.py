@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollover.engine.protocol import ExtendRequest, WeightLoad
-from rollover.engine.stop import last_of, stop_reason
+from rollover.engine.protocol import ExtendRequest, WeightLoad, last_of, stop_reason
 from rollover.types import Segment, StopReason
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.validate import resumable_segments
 from rollover.envs.protocol import RunEnvironment, StateLost
-from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.env_tasks import EnvironmentFailed, EnvTask, EnvTasks
 from rollover.rollout.episode_runner import EpisodeRunner
 from rollover.rollout.failure_limit import FailureLimit
@@ -35,6 +34,7 @@ from rollover.rollout.lifecycle import (
 )
 from rollover.rollout.requests import ExtendFailed, Requests, RetryingEngine
 from rollover.rollout.watchdog import Action, Stall, Watchdog
+from rollover.shutdown import abandon
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class ScoringJob(NamedTuple):
 class Player:
     """Player of the rollouts of one driver.
 
-    `extends`, `scorings`, `env_tasks`: tasks in flight, in the order in which they began. `cancelled`: cancelled tasks
-    that have not ended. `arrival` is set when a group gets READY.
+    `extends`, `scorings`, `env_tasks`: tasks in flight, in the order in which they began. `arrival` is set when a group
+    gets READY.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class Player:
         self.watchdog, self.failure_limit = watchdog, failure_limit
         self.extends: dict[ExtendTask, Rollout] = {}
         self.scorings: dict[ScoringTask, ScoringJob] = {}
-        self.cancelled = CancelledTasks()
         self.arrival = asyncio.Event()
         self.episode_runner: EpisodeRunner | None = None
         if environment.agents is not None:
@@ -156,7 +155,7 @@ class Player:
         for state in (self.extends, self.scorings, self._known_segments, self._dropping, self.watchdog):
             state.clear()
         for task in tasks:
-            self.cancelled.add(task)
+            abandon(task)
         acting = self.env_tasks.cancel_all()
         if self.episode_runner is not None:
             self.episode_runner.end_all()
@@ -227,12 +226,12 @@ class Player:
                 self._drop_soon(rollout.group_id, DropReason.STALLED, stall.what)
             case Action.ABANDON:
                 self._end_extend(task, self._known_segments.pop(task))
-                self.cancelled.add(task)
+                abandon(task)
                 self._drop_soon(rollout.group_id, DropReason.STALLED, stall.what)
 
     def _on_stalled_scoring(self, stall: Stall, task: ScoringTask) -> None:
         job = self.scorings.pop(task)
-        self.cancelled.add(task)
+        abandon(task)
         if stall.action is Action.RESCORE:
             self._start_scoring(job)
         else:
@@ -352,7 +351,7 @@ class Player:
     def _cancel_scoring(self, task: ScoringTask) -> None:
         """Cancel a scoring. Its rollouts stay unscored, and are scored again."""
         self.watchdog.on_scoring_end(self.scorings.pop(task).key, now())
-        self.cancelled.add(task)
+        abandon(task)
 
     def _end_scoring(self, task: ScoringTask) -> None:
         job = self.scorings.pop(task)

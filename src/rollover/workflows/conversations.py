@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollover.engine.stop import before_stop
+from rollover.engine.protocol import before_stop
 from rollover.envs.chat import ROLES, Chat, answer_decoder, sampled_turns
 from rollover.envs.tools import Call as WrittenCall
 from rollover.envs.tools import read_calls

@@ -23,7 +23,7 @@ from rollover.config import EngineConfig
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.embedded.sampling import LogitsProcessor
-from rollover.engine.process.messages import requests_from_json, requests_to_json
+from rollover.engine.process.engine import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 

@@ -50,7 +50,7 @@ PROTOCOLS = {
     ),
     "Producer": ("rollover.run.producer.Producer",),
     "Trainer backend": ("rollover.trainer.backend.BackendSetup", "rollover.trainer.backend.TrainerBackend"),
-    "Verb of the command line": ("rollover.commands.verb.Verb",),
+    "Verb of the command line": ("rollover.commands.Verb",),
 }
 
 

@@ -41,7 +41,7 @@ PROTOCOLS = {
         "rollover.envs.protocol.Environment",
         "rollover.envs.chat.Chat",
     ),
-    "Agent": ("rollover.workflows.calls.Call", "rollover.workflows.calls.Reply"),
+    "Agent": ("rollover.workflows.conversations.Call", "rollover.workflows.conversations.Reply"),
     "Engine": (
         "rollover.engine.build.EngineSetup",
         "rollover.engine.protocol.Engine",

@@ -23,7 +23,7 @@ from rollover.track.records import FORMATS, RolloutRecorder, read_rollouts
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.packing import row_tokens
 from rollover.types import Media, Prompt, Reward, SamplingParams, Task
-from rollover.workflows.conversations import turn_key
+from rollover.workflows.turns import turn_key
 
 CAT = Media("cat.png", "c" * 64, (8, 8), 1, 2, (1, 2, 2))
 DOG = dataclasses.replace(CAT, source="dog.png", digest="d" * 64)

@@ -44,7 +44,7 @@ from rollover.rollout.requests import ExtendFailed, Requests, RetryingEngine
 from rollover.rollout.watchdog import Action, Stall, Watchdog
 from rollover.shutdown import abandon
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason
-from rollover.workflows.calls import MODEL
+from rollover.workflows.conversations import MODEL
 from rollover.workflows.turns import EpisodePlace
 
 logger = logging.getLogger(__name__)

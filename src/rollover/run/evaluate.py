@@ -41,7 +41,7 @@ from rollover.tasks.stream import TaskStream
 from rollover.track.answers import Answer, RoleScore, summarise_answers, write_answers
 from rollover.trajectories import Episode, episodes_of
 from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, Reward, StopReason, Task
-from rollover.workflows.calls import MODEL
+from rollover.workflows.conversations import MODEL
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,17 @@ from rollover.functions import Causes, explained, outcome_of
 from rollover.images import Places, stored
 from rollover.trajectories import divided
 from rollover.types import Prompt, Reward, Rollout, Segment, StopReason, Task, episode_name
-from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply, UnknownKey
-from rollover.workflows.conversations import Break, Chats, LargeCalls, with_stored_images
+from rollover.workflows.conversations import (
+    MODEL,
+    Break,
+    BudgetUsedUp,
+    Call,
+    Chats,
+    LargeCalls,
+    Reply,
+    UnknownKey,
+    with_stored_images,
+)
 from rollover.workflows.episode import Episode, EpisodeTrajectory, Once, assign_rewards
 from rollover.workflows.protocol import Lane, Workflow
 from rollover.workflows.turns import Continued, EpisodeLimits, EpisodePlace, Opened, Replayed, Turns

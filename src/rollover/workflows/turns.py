@@ -16,6 +16,8 @@ turns of each recorded Rollout were replayed.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,16 +25,31 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from rollover.envs.protocol import TurnOptions
 from rollover.trajectories import up_to
 from rollover.types import Prompt, Rollout, RolloutState, StopReason, Task
-from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply
-from rollover.workflows.conversations import Continues, Opens, turn_key
+from rollover.workflows.conversations import MODEL, BudgetUsedUp, Call, Continues, Opens, Reply
 from rollover.workflows.episode import EpisodeTrajectory
 
 EpisodePlace = tuple[int, int]  # group id, sibling
 FitsCall = Callable[[int, Sequence[int], StopReason | None], bool]
 """(number of tokens before a turn, its tokens, its stop reason; None: unfinished) -> whether it can answer a call."""
+
+
+def turn_key(role: str, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], occurrence: int) -> int:
+    """Return the 64-bit key of a turn within its Episode: equal for the same call of another run of the workflow.
+
+    `prompt`: everything before the turn. `occurrence`: number of earlier turns of the Episode with the same call; equal
+    calls are exchangeable.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(json.dumps([role, max_tokens, list(stop), occurrence]).encode())
+    digest.update(np.asarray(prompt.ids, "<i4").tobytes())
+    for media in prompt.media:
+        digest.update(media.digest.encode())
+    return int.from_bytes(digest.digest(), "little")
 
 
 @dataclass(eq=False)

@@ -11,8 +11,7 @@ import pytest
 
 from rollover.functions import FunctionError
 from rollover.types import Reward, StopReason
-from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused
-from rollover.workflows.conversations import Chats, Conversations
+from rollover.workflows.conversations import BudgetUsedUp, Call, CallRefused, Chats, Conversations
 from rollover.workflows.protocol import WorkflowFunction, as_answer, as_reward
 from unit.envs import templates
 from unit.workflows.scripted_host import ScriptedHost

@@ -12,8 +12,7 @@ import pytest
 from rollover.envs.protocol import written
 from rollover.trajectories import up_to
 from rollover.types import Rollout, SamplingParams, Segment, StopReason, Task
-from rollover.workflows.calls import Call
-from rollover.workflows.conversations import Chats
+from rollover.workflows.conversations import Call, Chats
 from rollover.workflows.episode import EpisodeTrajectory
 from rollover.workflows.turns import Continued, EpisodeLimits, Opened, Replayed, Turns
 from unit.envs import templates

@@ -28,7 +28,7 @@ from rollover.engine.remote.fleet import Fleet, Router
 from rollover.engine.remote.hosts import ServerHost, longest_rollout, make_hosts
 from rollover.engine.remote.server import Attempt, Server, ServerSettings
 from rollover.types import Segment, StopReason
-from rollover.weights.protocol import NamedTensors, WeightUpdate
+from rollover.weights import NamedTensors, WeightUpdate
 from rollover.weights.weights_file import WeightsFile
 
 if TYPE_CHECKING:

@@ -98,14 +98,6 @@ class ExtendRequest:
         Prompt.check(self.prompt)
 
     @property
-    def stop_token_ids(self) -> frozenset[int]:
-        return self.stop.token_ids
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return self.stop.strings
-
-    @property
     def media(self) -> tuple[Media, ...]:
         """Return all images of the rollout."""
         return self.prompt.media + self.later_media

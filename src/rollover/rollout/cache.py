@@ -64,6 +64,10 @@ class RolloutCache:
         """Return the RUNNING rollouts, in group order."""
         return [r for g in self._groups.values() for r in g.rollouts if r.state is _RUNNING]
 
+    def acting(self) -> list[Rollout]:
+        """Return the ACTING rollouts, in group order."""
+        return [r for g in self._groups.values() for r in g.rollouts if r.state is RolloutState.ACTING]
+
     def unscored(self) -> list[Rollout]:
         """Return the SCORING rollouts, in group order: those in scoring, and those to score again after a restart."""
         return [r for g in self._groups.values() for r in g.rollouts if r.state is RolloutState.SCORING]

@@ -360,11 +360,6 @@ class Lifecycle:
         return None if match is None else (DropReason.FILTERED, match[0])
 
 
-def acting_in(groups: Iterable[Group]) -> list[Rollout]:
-    """Return the ACTING rollouts, in group order."""
-    return [r for group in groups for r in group.rollouts if r.state is RolloutState.ACTING]
-
-
 def num_valid_rewards(group: Group) -> int:
     """Return how many rollouts of the group have a score."""
     return sum(r.reward is not None and not r.reward.missing for r in group.rollouts)

@@ -34,7 +34,6 @@ from rollover.rollout.env_tasks import EnvironmentFailed, EnvTask, EnvTasks
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import (
     Lifecycle,
-    acting_in,
     end_segment,
     environment_is_next,
     is_complete,
@@ -132,7 +131,7 @@ class Player:
         if self.episodes is not None:
             self._start_missing_agents()
         self._restore_environments()
-        acting = [r for r in acting_in(cache.groups.values()) if r.group_id not in self._dropping and r.num_tokens]
+        acting = [r for r in cache.acting() if r.group_id not in self._dropping and r.num_tokens]
         self.env_tasks.start_missing(acting)
         for group_id in dict.fromkeys(r.group_id for r in cache.unscored()):
             self._score(cache.groups[group_id])

@@ -15,7 +15,6 @@ from numbers import Real
 
 from rollover.algorithms.grouping import Grouping
 from rollover.functions import custom_function, described
-from rollover.rollout.lifecycle import acting_in
 from rollover.run.batch_metrics import (
     advantage_metrics,
     mask_metrics,
@@ -229,7 +228,7 @@ class StepMetrics:
         return {
             **turn_metrics(groups),
             "tokens/environment": lifecycle.ledger.environment_tokens,
-            "rollouts/acting": len(acting_in(lifecycle.cache.groups.values())),
+            "rollouts/acting": len(lifecycle.cache.acting()),
             "wait/environment_s": self._since_last("environment", driver.clock.environment_s),
             **({"episodes/timeout_share": late / ended} if ended else {}),
         }

@@ -144,7 +144,7 @@ class EmbeddedEngine:
                 f" fit: the model has {self._limits.positions or 'unlimited'} positions, engine.kv_memory_gb holds"
                 f" {self._batcher.cache.max_tokens}. Lower rollout.max_new_tokens or tasks.max_prompt_tokens"
             )
-        if request.stop_strings and self._tokenizer is None:
+        if request.stop.strings and self._tokenizer is None:
             raise ValueError("stop strings need the engine's tokenizer")
         try:  # here it fails this rollout alone
             images = image_places(self._vision, request.shown)

@@ -139,7 +139,7 @@ class Episodes(RunEnvironment):
         once.restore(kept or {})
         if recorded:
             self.counts["episodes/replayed"] += 1
-        self._agent_runs[place] = AgentRun(self, place, rollout.task, rollout.prompt, once, recorded)
+        self._agent_runs[place] = AgentRun(self, rollout, once, recorded)
 
     def unreplayed(self, place: EpisodePlace) -> Mapping[str, int]:
         """Return the recorded Rollouts of an ended Episode that were not replayed to their end: see AgentRun."""
@@ -260,23 +260,15 @@ class _Waiting:
 class AgentRun:
     """One run of the workflow for an Episode.
 
-    `task_prompt`: the task's own prompt. `once`: shared by all runs of the Episode. `recorded`: copies of the Rollouts
-    of an earlier run. `over`: the workflow has ended or was cancelled. `lost`: it was cancelled from outside, as when
-    an event loop ends. `unreplayed`: after the end, the recorded Rollouts with turns that were not replayed, and how
-    many of their tokens were; while there are any, the other Rollouts wait for `close`.
+    `first`: the Rollout that the group was admitted with. `once`: shared by all runs of the Episode. `recorded`: copies
+    of the Rollouts of an earlier run. `over`: the workflow has ended or was cancelled. `lost`: it was cancelled from
+    outside, as when an event loop ends. `unreplayed`: after the end, the recorded Rollouts with turns that were not
+    replayed, and how many of their tokens were; while there are any, the other Rollouts wait for `close`.
     """
 
-    def __init__(
-        self,
-        episodes: Episodes,
-        place: EpisodePlace,
-        task: Task,
-        task_prompt: Prompt,
-        once: Once,
-        recorded: Sequence[Rollout] = (),
-    ) -> None:
-        self.episodes, self.place, self.task = episodes, place, task
-        self.turns = Turns(place, task, task_prompt, episodes.limits, episodes.counts, recorded)
+    def __init__(self, episodes: Episodes, first: Rollout, once: Once, recorded: Sequence[Rollout] = ()) -> None:
+        self.episodes, self.place, self.task = episodes, (first.group_id, first.sibling), first.task
+        self.turns = Turns(first, episodes.limits, episodes.counts, recorded)
         self.trajectories: list[EpisodeTrajectory] = []
         self.unreplayed: dict[str, int] = {}
         self._playing: dict[str, _Playing] = {}
@@ -294,7 +286,7 @@ class AgentRun:
         self.over = self.lost = self._restarts = self._cut_off = False
         self._default_reward = Reward(None, error="the workflow gave it no reward")
         self._base_url = "" if episodes.gateway is None else episodes.gateway.base_url
-        self.episode = Episode(episode_name(*place), task, self._base_url, self._new_trajectory, once)
+        self.episode = Episode(episode_name(*self.place), self.task, self._base_url, self._new_trajectory, once)
         self.episode.note_versions(*recorded)
         self._default = self._new_trajectory(MODEL)
         self._clock = AgentClock(episodes.limits.timeout_s, self._on_timeout)
@@ -383,7 +375,7 @@ class AgentRun:
         given = trajectory.final_reward(self._default_reward)
         if self._cut_off and given.advantages is None and self.episodes.limits.precomputed(trajectory.role):
             return Reward(None, error="its episode was cut off before it had an advantage")
-        where = f"trajectory {trajectory.index} (role {trajectory.role!r}) of {self.episode_id}"
+        where = f"trajectory {trajectory.index} (role {trajectory.role!r}) of {self.episode.episode_id}"
         try:
             rewards = divided(given, list(nums.values()), where)
         except ValueError as error:
@@ -408,16 +400,12 @@ class AgentRun:
     # Private
 
     def _new_trajectory(self, role: str) -> EpisodeTrajectory:
-        key = f"rollover-{self.episode_id}-{secrets.token_urlsafe(16)}"
+        key = f"rollover-{self.episode.episode_id}-{secrets.token_urlsafe(16)}"
         trajectory = EpisodeTrajectory(role, key, self.call, self.episodes.chats)
         self.trajectories.append(trajectory)
         if self.episodes.gateway is not None:
             self.episodes.gateway.open(key, partial(self.call_by_key, trajectory))
         return trajectory
-
-    @property
-    def episode_id(self) -> str:
-        return episode_name(*self.place)
 
     async def _turn(self, trajectory: EpisodeTrajectory, call: Call) -> tuple[Opened | Continued | Replayed, int]:
         """Begin the turn that answers the call. Return it, and how many of its tokens are recorded already."""
@@ -452,7 +440,7 @@ class AgentRun:
         if episodes.gateway is not None and "client" in episodes.workflow.wanted:
             values["client"] = episodes.gateway.client(key)
         try:
-            name = f"episode {self.episode_id}"
+            name = f"episode {self.episode.episode_id}"
             answer, failure = await outcome_of(episodes.workflow, values, self._clock.waiting, episodes.lane, name=name)
             if failure is not None:
                 raise failure

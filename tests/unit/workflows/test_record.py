@@ -33,7 +33,9 @@ class Run:
 
     def __init__(self, recorded: Sequence[Rollout] = (), **limits: Any) -> None:
         self.counts: Counter[str] = Counter()
-        self.turns = Turns((0, 0), TASK, PROMPT, EpisodeLimits(400, 2000, **limits), self.counts, recorded)
+        self.turns = Turns(
+            Rollout(0, 0, TASK, prompt=PROMPT), EpisodeLimits(400, 2000, **limits), self.counts, recorded
+        )
         self.rollouts: dict[str, Rollout] = {}
 
     def trajectory(self, role: str = "policy") -> EpisodeTrajectory:

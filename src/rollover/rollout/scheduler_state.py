@@ -232,14 +232,14 @@ class StartQueue:
     def discard(self, rollout_id: str) -> None:
         self._queued.pop(rollout_id, None)
 
-    def take(self, num: int, ranks: Mapping[float, int]) -> list[Rollout]:
+    def take(self, num: int, ranks: Mapping[float, float]) -> list[Rollout]:
         """Pop the first `num` rollouts, by the rank of their deadline."""
         if num >= len(self._queued):  # sorting all at once is much faster than popping one by one
             everyone = sorted((ranks[deadline], entry, rollout) for deadline, entry, rollout in self._queued.values())
             self._queued.clear()
             self._queues.clear()
             return [rollout for _, _, rollout in everyone]
-        firsts: list[tuple[int, Entry, float]] = []  # heap of (rank, first entry, deadline) of the queues
+        firsts: list[tuple[float, Entry, float]] = []  # heap of (rank, first entry, deadline) of the queues
         for due in self.deadlines:
             if (entry := self._first(due)) is not None:
                 heapq.heappush(firsts, (ranks[due], entry, due))
@@ -308,8 +308,7 @@ class Slots:
 
     def take(self, num: int, urgency: Mapping[float, int]) -> list[Rollout]:
         """Pop the first `num` rollouts: by urgency of the group, parked before waiting, then by order key."""
-        not_urgent = self.config.max_staleness + 1
-        ranks = {deadline: urgency.get(deadline, not_urgent) for deadline in self.queue.deadlines}
+        ranks = {deadline: urgency.get(deadline, math.inf) for deadline in self.queue.deadlines}
         ranks[_MUST_FINISH] = -1
         return self.queue.take(num, ranks)
 

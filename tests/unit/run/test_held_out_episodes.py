@@ -59,7 +59,7 @@ class Evaluation:
 
     def run(self) -> EvalAnswers:
         found = virtual_time.run(self.found())
-        assert not self.training.counts and not self.training.num_running
+        assert not self.training.counts and not self.training.pending
         return found
 
 

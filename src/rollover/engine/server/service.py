@@ -265,6 +265,7 @@ class Service:
                 why = f"the weights of {path} were loaded in part only ({type(error).__name__}: {error})"
                 terminal.error(f"{why}: the server ends")
                 os._exit(_BROKEN)  # at once: no token may be sampled with half a model
+                raise  # tests replace os._exit
             self.num_updates, self._has_weights = self.num_updates + 1, True
 
     def _read(self, path: str, sha256: str) -> Mapping[str, torch.Tensor]:

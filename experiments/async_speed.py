@@ -101,7 +101,7 @@ class Sleeping:
         first = len(request.generated_ids)
         tokens = np.random.default_rng(request.seed).integers(2, 100, first + num)[first:].astype(np.int32)
         if stop_reason is StopReason.EOS:
-            tokens[-1] = min(request.stop_token_ids)
+            tokens[-1] = min(request.stop.token_ids)
         logprobs = np.full(num, -4.6, dtype=np.float32)
         # The tokens that were made before each new version's weights came.
         cuts = [min(num, max(0, int((when - began) / self.token_s))) for when, _ in self._published] + [num]

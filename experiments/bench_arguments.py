@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from rollover.cli import split_overrides
-from rollover.commands.verb import load
+from rollover.commands import load
 from rollover.config import Config
 
 

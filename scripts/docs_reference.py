@@ -41,7 +41,7 @@ PROTOCOLS = {
         "rollover.envs.protocol.Environment",
         "rollover.envs.chat.Chat",
     ),
-    "Agent": ("rollover.workflows.calls.Call", "rollover.workflows.calls.Reply"),
+    "Agent": ("rollover.workflows.conversations.Call", "rollover.workflows.conversations.Reply"),
     "Engine": (
         "rollover.engine.build.EngineSetup",
         "rollover.engine.protocol.Engine",
@@ -50,7 +50,7 @@ PROTOCOLS = {
     ),
     "Producer": ("rollover.run.producer.Producer",),
     "Trainer backend": ("rollover.trainer.backend.BackendSetup", "rollover.trainer.backend.TrainerBackend"),
-    "Verb of the command line": ("rollover.commands.verb.Verb",),
+    "Verb of the command line": ("rollover.commands.Verb",),
 }
 
 

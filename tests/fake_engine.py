@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollover.engine.protocol import ExtendRequest, WeightLoad
-from rollover.engine.stop import last_of, stop_reason
+from rollover.engine.protocol import ExtendRequest, WeightLoad, last_of, stop_reason
 from rollover.types import Segment, StopReason
 
 if TYPE_CHECKING:
@@ -169,9 +168,9 @@ class FakeEngine:
         index = len(request.generated_ids) + len(sequence.tokens)
         ends = index + 1 >= sequence.target_length
         token_id = _hash(request.seed, index) % self._vocab_size
-        if ends and request.stop_token_ids:
-            token_id = min(request.stop_token_ids)
-        while not ends and token_id in request.stop_token_ids:
+        if ends and request.stop.token_ids:
+            token_id = min(request.stop.token_ids)
+        while not ends and token_id in request.stop.token_ids:
             token_id = (token_id + 1) % self._vocab_size
         logprob = -(1 + _hash(request.seed, index, self._policy_version) % 1000) / 256
         sequence.tokens.append((token_id, logprob, self._policy_version))

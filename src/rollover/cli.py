@@ -23,8 +23,16 @@ from pathlib import Path
 
 import rollover
 from rollover import system
-from rollover.commands import VERBS, conflict_notice, installed_verbs, load_verb, our_verbs
-from rollover.commands.verb import Overrides, Verb, shared_arguments
+from rollover.commands import (
+    VERBS,
+    Overrides,
+    Verb,
+    conflict_notice,
+    installed_verbs,
+    load_verb,
+    our_verbs,
+    shared_arguments,
+)
 from rollover.files import paths_begin_in
 from rollover.logs import set_format, terminal
 

@@ -1,6 +1,7 @@
 """asyncio.run, and the end of the process, in bounded time, even if user code hangs.
 
 run_bounded   asyncio.run: a task that ignores its cancellation is logged and abandoned
+abandon       cancels a task that nothing waits for
 bound_end     the command line's process: a thread that does not end is logged and abandoned
 """
 
@@ -30,6 +31,7 @@ _CANCEL_AGAIN_S = 1.0
 _MOST_NAMED = 5
 _grace_s = GRACE_S  # of the last run of this process
 _waited = False  # whether that run has waited for threads already
+_abandoned: set[asyncio.Future[Any]] = set()  # asyncio drops tasks without a reference
 
 
 def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
@@ -86,12 +88,24 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
 
 
+def abandon(task: asyncio.Future[Any]) -> None:
+    """Cancel a task that nothing waits for any more, and keep it until it ends."""
+    task.cancel()
+    _abandoned.add(task)
+    task.add_done_callback(_end_abandoned)
+
+
 def bound_end(code: int) -> None:
     """End this process with `code` after the grace of its last run, unless it ends by itself before."""
     threading.Thread(target=_end_late, args=(code, _grace_s, _waited), daemon=True, name="end").start()
 
 
 # Private
+
+
+def _end_abandoned(task: asyncio.Future[Any]) -> None:
+    _abandoned.discard(task)
+    _ = task.cancelled() or task.exception()  # read it, so that asyncio does not warn
 
 
 def _complete(run: Callable[[], Result], task: asyncio.Task[Any]) -> Result:

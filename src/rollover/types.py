@@ -358,7 +358,7 @@ class Rollout:
     `prompt`: siblings with equal prompts share one object. `sibling`: its Episode within the group; `trajectory`: index
     of its Trajectory within that; `context`: its index in the trajectory; `role`: the agent that it is sampled for
     (trajectories.py has the views). A plain task has one of each. `turn_key`: key of the call that opened it
-    (workflows/conversations.py), which seeds its sampling; None: the sibling's seed.
+    (workflows/turns.py), which seeds its sampling; None: the sibling's seed.
     """
 
     group_id: int

@@ -106,9 +106,9 @@ def check_segments(segments: list[Segment], request: ExtendRequest) -> None:
     stopped_by = segments[-1].stop_reason
     if stopped_by is StopReason.LENGTH:
         assert len(tokens) == request.max_new_tokens
-    if stopped_by is StopReason.EOS and request.stop_token_ids:
-        assert tokens[-1] in request.stop_token_ids, "the stop token is part of the rollout"
-    assert not set(tokens[:-1]) & request.stop_token_ids, "generation went on after a stop token"
+    if stopped_by is StopReason.EOS and request.stop.token_ids:
+        assert tokens[-1] in request.stop.token_ids, "the stop token is part of the rollout"
+    assert not set(tokens[:-1]) & request.stop.token_ids, "generation went on after a stop token"
 
 
 async def wait_for_tokens(engine: Engine, rollout_id: str, num_tokens: int, extend: asyncio.Future[Any]) -> None:

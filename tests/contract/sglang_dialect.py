@@ -99,7 +99,7 @@ def request_body(request: GenerateRequest) -> dict[str, Any]:
             "min_p": sampling.min_p,
             "sampling_seed": request.seed % 2**31,
             "ignore_eos": True,  # the stop tokens are those of the request
-            "stop_token_ids": sorted(asked.stop_token_ids),
+            "stop_token_ids": sorted(asked.stop.token_ids),
             "repetition_penalty": processing.repetition_penalty,
             "min_new_tokens": min(max(0, processing.min_new_tokens - num_answer), request.max_tokens),
             "logit_bias": {str(token): max(bias, -100.0) for token, bias in processing.logit_bias},

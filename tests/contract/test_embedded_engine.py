@@ -20,7 +20,7 @@ def subject(family: str, kv_on_resume, keeps_kv: bool = True, **config: float) -
 
     def make_engine() -> EmbeddedEngine:
         engine_config = EngineConfig.model_validate(config)
-        return EmbeddedEngine(model(), engine_config, kv_on_resume=kv_on_resume, decode_text=tiny.tokenizer().decode)
+        return EmbeddedEngine(model(), engine_config, kv_on_resume=kv_on_resume, tokenizer=tiny.tokenizer())
 
     def tensors():
         return model().named_parameters()

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from contract.full_disk import full_above
 from heard import hear
 from rollover.engine.embedded.runner import WeightWriter
-from rollover.weights.protocol import WeightUpdate
+from rollover.weights import WeightUpdate
 from rollover.weights.safetensors_stream import WholeFile, mapped
 from rollover.weights.shared_file import SharedFile
 from rollover.weights.weights_file import LockedFolder, WeightsFile

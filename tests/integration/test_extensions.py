@@ -53,7 +53,7 @@ ATTRIBUTES = {
 }
 TOYS = '''
 from rollover.commands.train import VERB as TRAIN
-from rollover.commands.verb import Verb
+from rollover.commands import Verb
 from rollover.envs.protocol import written
 from rollover.cluster.protocol import ThisMachine
 from rollover.track.tracker import Tracker

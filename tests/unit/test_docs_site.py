@@ -74,7 +74,8 @@ def test_the_reference_has_every_public_name_once() -> None:
 @pytest.mark.parametrize("name", [name for names in docs_reference.PROTOCOLS.values() for name in names])
 def test_what_is_implemented_is_where_the_reference_says(name: str) -> None:
     module, _, thing = name.rpartition(".")
-    source = (ROOT / "src" / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    place = ROOT / "src" / module.replace(".", "/")
+    source = (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text(encoding="utf-8")
     assert re.search(rf"^(class|def) {thing}\b|^{thing} =", source, re.MULTILINE)
 
 

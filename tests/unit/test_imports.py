@@ -74,8 +74,6 @@ MAY_ASYNCIO = (
     "recipes/solver_judge.py",
     "rollout/requests.py",
     "rollout/env_tasks.py",
-    "rollout/cancelled_tasks.py",
-    "rollout/episode_runner.py",
     "workflows/conversations.py",
     "workflows/episode.py",
     "workflows/episodes.py",

@@ -12,10 +12,10 @@ from test_trajectories import group, rollout
 
 from local_trainer import build_batch
 from rollover.config import AlgorithmConfig, RerollConfig
-from rollover.engine.process.messages import requests_from_json, requests_to_json
+from rollover.engine.process.engine import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.protocol import turn_error, written
-from rollover.rollout.group_state import groups_from_state, groups_to_state
+from rollover.rollout.cache import groups_from_state, groups_to_state
 from rollover.run.event_log import digest_of
 from rollover.tasks.prompts import truncated
 from rollover.tasks.reroll import Reroll
@@ -23,7 +23,7 @@ from rollover.track.records import FORMATS, RolloutRecorder, read_rollouts
 from rollover.track.tracker import RecordedGroup
 from rollover.trainer.passes import row_tokens
 from rollover.types import Media, Prompt, Reward, SamplingParams, Task
-from rollover.workflows.conversations import turn_key
+from rollover.workflows.turns import turn_key
 
 CAT = Media("cat.png", "c" * 64, (8, 8), 1, 2, (1, 2, 2))
 DOG = dataclasses.replace(CAT, source="dog.png", digest="d" * 64)

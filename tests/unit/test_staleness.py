@@ -28,13 +28,13 @@ def group_with(*versions: list[int]) -> Group:
 def test_group_staleness_is_that_of_the_oldest_token_of_all_siblings() -> None:
     group = group_with([5, 6], [3, 7], [])
     assert staleness.group_staleness(group, 8) == 5
-    assert staleness.deadline(group.min_version, 2) == 5
+    assert RolloutConfig(max_staleness=2).deadline(group.min_version) == 5
 
 
 def test_no_tokens_no_staleness() -> None:
     group = group_with([], [])
     assert staleness.group_staleness(group, 8) is None
-    assert staleness.deadline(group.min_version, 2) == staleness.NO_DEADLINE
+    assert RolloutConfig(max_staleness=2).deadline(group.min_version) == staleness.NO_DEADLINE
 
 
 def test_environment_tokens_have_no_staleness() -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from rollover import cli
-from rollover.commands import VERBS, our_verbs
-from rollover.commands.verb import Verb
+from rollover.commands import VERBS, Verb, our_verbs
 
 MODULE = """
-from rollover.commands.verb import Verb, load
+from rollover.commands import Verb, load
 
 def run(args, overrides):
     print("hello", args.loud, load(args.files, overrides, require_sources=False).config.train.num_steps)
@@ -48,7 +47,7 @@ def test_each_module_of_the_folder_is_in_the_table() -> None:
     folder = Path(cli.__file__).parent / "commands"
     modules = {place.partition(":")[0] for place in VERBS.values()}
     of_core = {name.rpartition(".")[2] for name in modules if name.startswith("rollover.commands.")}
-    assert {path.stem for path in folder.glob("*.py")} == of_core | {"verb", "__init__"}
+    assert {path.stem for path in folder.glob("*.py")} == of_core | {"__init__"}
     assert all(isinstance(verb, Verb) and verb.about.endswith(".") for verb in our_verbs().values())
 
 
@@ -71,7 +70,7 @@ def test_first_package_has_precedence_for_a_name(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: a-greeter\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text("[rollover.verbs]\nhello = a_greeter:VERB\n")
     verb = "VERB = Verb('Say good day.', lambda args, overrides: 8, files='*')"
-    (tmp_path / "a_greeter.py").write_text(f"from rollover.commands.verb import Verb\n{verb}\n")
+    (tmp_path / "a_greeter.py").write_text(f"from rollover.commands import Verb\n{verb}\n")
     try:
         assert cli.main(words) == 8
     except SystemExit as ended:
@@ -99,7 +98,7 @@ def test_help_lists_it_and_tells_of_one_that_cannot_be_loaded(
     text = capsys.readouterr().out
     assert ended.value.code == 0 and "Say 100 % hello." in text
     assert "the verb gone (nothing_of_it:VERB) cannot be loaded: ModuleNotFoundError" in text
-    assert "the verb no_verb (greeter:OTHER) is 3, not a rollover.commands.verb.Verb" in text
+    assert "the verb no_verb (greeter:OTHER) is 3, not a rollover.commands.Verb" in text
     assert "the verb left (leaver:VERB) cannot be loaded: SystemExit: 5" in text
     assert "the verb twice (greeter:TWICE) fails at its arguments: ArgumentError" in text
     assert "Train a model." in text, "a name of ours stays ours"

@@ -24,8 +24,7 @@ from rollover.models.vision import placeholder_ids
 from rollover.tasks.image_parts import stored_of_program
 from rollover.trainer.passes import Passes
 from rollover.types import Prompt, Rollout, Sample, SamplingParams, Segment, StopReason, Task
-from rollover.workflows.calls import Call, CallRefused
-from rollover.workflows.conversations import Chats, Conversations, with_stored_images
+from rollover.workflows.conversations import Call, CallRefused, Chats, Conversations, with_stored_images
 from vision import families
 from vision.test_image_rows import TOLERANCE, Case, engine, make, reference, reference_logprobs, sample, tokens, vision
 from vision.test_vision_run import KILLED_AT, SYNCHRONOUS, rows_of

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rollover.commands.verb import Overrides, Verb, load
+from rollover.commands import Overrides, Verb, load
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

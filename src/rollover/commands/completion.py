@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rollover.commands.verb import Overrides, Verb, shared_arguments
+from rollover.commands import Overrides, Verb, installed_verbs, our_verbs, shared_arguments
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -39,7 +39,6 @@ class Completed:
 
 def completed_verbs() -> dict[str, Completed]:
     """Return the completions of our verbs by name, and the names of those of other packages."""
-    from rollover.commands import installed_verbs, our_verbs
     from rollover.config.recipes import recipes
 
     found = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rollover.commands.verb import Overrides, Verb, load
+from rollover.commands import Overrides, Verb, load
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from rollover.commands.verb import Overrides, Verb
+from rollover.commands import Overrides, Verb
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.commands.verb import Overrides, Verb, load, positive
+from rollover.commands import Overrides, Verb, load, positive
 from rollover.logs import terminal
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.commands.verb import Overrides, Verb, load, positive
+from rollover.commands import Overrides, Verb, load, positive
 
 if TYPE_CHECKING:
     from rollover.config import Config

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 
-from rollover.commands.verb import Overrides, Verb, load
+from rollover.commands import Overrides, Verb, load
 
 ENGINES = ("embedded", "vllm")
 

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 
-from rollover.commands.verb import Overrides, Verb, load
+from rollover.commands import Overrides, Verb, load
 from rollover.std_streams import keep_streams, report_lost_output
 
 

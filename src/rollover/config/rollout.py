@@ -4,20 +4,22 @@ A rule reads the configuration as given: `in_flight_groups = 0` and `on_stale = 
 """
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollover import staleness
 from rollover.config import logits
 from rollover.config.logits import LogitsConfig
 from rollover.config.table import Inert, Refused, Rule, Table, option
 from rollover.config.traits import with_estimator
-from rollover.types import SamplingParams
+from rollover.staleness import EVERY_VERSION, NO_DEADLINE
+from rollover.types import Group, Rollout, SamplingParams, StopReason
 
 # The function of an `EnvironmentSetup` that makes each, loaded when it is called.
 ENVIRONMENTS = {"single_turn": "rollover.envs.build:single_turn"}
 ORDERS = ("oldest_first", "longest_first", "shortest_remaining", "fifo")
+_PAUSED = StopReason.PAUSED  # needed at every parking; Enum member lookups are slow
 AUTO_STEPS = 4  # in_flight_groups = "auto" holds at most so many steps' worth, unless the staleness bound allows more
 
 
@@ -142,14 +144,6 @@ class RolloutConfig(Table):
         """Whether tokens beyond the bound leave the loss."""
         return self.on_stale == "mask"
 
-    def oldest_in_loss(self, trainer_version: int) -> int:
-        """See staleness.oldest_in_loss."""
-        return staleness.oldest_in_loss(trainer_version, self.max_staleness, masks=self.masks)
-
-    def max_groups_in_bound(self, lag: int = 0) -> int:
-        """See staleness.max_groups_in_bound."""
-        return staleness.max_groups_in_bound(self.max_staleness, self.groups_per_step, lag)
-
     @property
     def holds_the_bound(self) -> bool:
         """Whether a step that waits for every group that gets too old becomes possible at last (docs/staleness.md)."""
@@ -196,14 +190,76 @@ class RolloutConfig(Table):
         return not self.overlap and (self.interrupt == "never" or self.one_step_in_flight)
 
     def staleness_bound(self, publish_every: int) -> int:
-        """Return the largest staleness that a token in the loss can have: see staleness.staleness_bound."""
-        return staleness.staleness_bound(
-            self.max_staleness,
-            self.groups_per_step,
-            self.most_held,
-            publish_every,
-            nothing_rolls_over=self.nothing_rolls_over,
-        )
+        """Return the largest staleness that a token in the loss can have. Never above `max_staleness`.
+
+        If nothing rolls over, a group waits at most for those admitted before it, ceil(most_held / groups_per_step) - 1
+        steps, and the weights that sampled it were up to publish_every - 1 steps old.
+        """
+        if not self.nothing_rolls_over:
+            return self.max_staleness
+        waits = -(-self.most_held // self.groups_per_step) - 1
+        return min(self.max_staleness, waits + publish_every - 1)
+
+    # How old a token may get: proved in docs/staleness.md
+
+    def oldest_in_loss(self, trainer_version: int) -> int:
+        """Return the policy version below which tokens are masked in the loss of the step at `trainer_version`."""
+        return trainer_version - self.max_staleness if self.masks else EVERY_VERSION
+
+    def max_groups_in_bound(self, lag: int = 0) -> int:
+        """Return the limit of held groups so that each can be trained within the bound; <= 0: none may be admitted.
+
+        `lag`: versions that the next sampled token is behind the trainer at the next step. A step at lag l may leave as
+        many groups as may be held at lag l + 1.
+        """
+        return (1 + self.max_staleness - lag) * self.groups_per_step
+
+    def deadline(self, oldest_version: int | None) -> float:
+        """Return the last trainer version whose step may train tokens of this version; NO_DEADLINE without tokens."""
+        return NO_DEADLINE if oldest_version is None else oldest_version + self.max_staleness
+
+    def expiry(self, group: Group) -> float:
+        """Return the last trainer version whose step may train any of the group's tokens; NO_DEADLINE without tokens.
+
+        Groups are consumed in this order. With masks the newest token counts, of rollouts that are trained: not greedy,
+        and with a reward.
+        """
+        if not self.masks:
+            return self.deadline(group.min_version)
+        rewarded = (r for r in group.rollouts if r.reward is None or not r.reward.missing)
+        return self.deadline(max((v for r in rewarded if not r.greedy for v in r.versions), default=None))
+
+    def expired(self, groups: Iterable[Group], trainer_version: int) -> list[int]:
+        """Return the ids of groups that no step from `trainer_version` on may train.
+
+        With masks only READY groups expire: the others still get tokens.
+        """
+        may_expire = (g for g in groups if g.ready or not self.masks)
+        return [g.group_id for g in may_expire if self.expiry(g) < trainer_version]
+
+    def excess_groups(self, groups: Iterable[Group], trainer_version: int, bound: int) -> list[int]:
+        """Return the ids of the fewest groups to drop so that all others can be trained within `bound`; oldest first.
+
+        Of the others at most (k + 1) * groups_per_step are due by trainer_version + k, for every k >= 0, and at most
+        (1 + bound) * groups_per_step are held. No group may be running.
+        """
+        tighter = self.max_staleness - bound
+        due = sorted((self.deadline(g.min_version) - tighter, -g.group_id) for g in groups)
+        num_beyond = 0
+        for rank, (time, _) in enumerate(due, start=1):
+            steps = min(1 + bound, max(0, time - trainer_version + 1))
+            num_beyond = max(num_beyond, rank - int(steps) * self.groups_per_step)
+        return sorted(-group_id for _, group_id in due[:num_beyond])
+
+    def next_run_is_last(self, rollout: Rollout) -> bool:
+        """Return whether an unfinished rollout may not be interrupted again."""
+        if not self.max_continuations:
+            return False
+        return sum(s.trainable and s.stop_reason is _PAUSED for s in rollout.segments) >= self.max_continuations
+
+    def pause_after(self, rollout: Rollout) -> int:
+        """Return the tokens after which a rollout that starts now is interrupted; 0: no limit."""
+        return 0 if self.interrupt != "token_budget" or self.next_run_is_last(rollout) else self.token_budget
 
     def neutral(self, name: str) -> tuple[Any, ...]:
         if name == "in_flight_groups":

@@ -29,7 +29,7 @@ from rollover.models.adapters import base_weights
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import LoadedModel, as_in_files, cast_parameters, load_model
 from rollover.models.vision import placeholder_ids
-from rollover.weights.protocol import NamedTensors
+from rollover.weights import NamedTensors
 
 
 @dataclass(frozen=True)

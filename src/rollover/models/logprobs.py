@@ -120,7 +120,7 @@ class TrainedHead:
         return self._head
 
 
-def _logits_gradient(  # noqa: PLR0913 - tensors of one formula
+def _logits_gradient(
     logits_CV: torch.Tensor,
     targets_C: torch.Tensor,
     temperature_C: torch.Tensor,
@@ -128,18 +128,11 @@ def _logits_gradient(  # noqa: PLR0913 - tensors of one formula
     grad_C: torch.Tensor,
     entropy_C: torch.Tensor,
     grad_entropy_C: torch.Tensor | None,
-    softcap: float | None,
-    multiplier: float,
-    *,
-    unit: bool,
 ) -> torch.Tensor:
-    """Return the gradient [C, V] of sum(grad * log-probs + grad_entropy * entropies) with respect to hidden @ weight^T.
+    """Return the gradient [C, V] of sum(grad * log-probs + grad_entropy * entropies) with respect to the logits.
 
-    `unit`: all temperatures are 1.
+    `logits_CV`: divided by the temperature; overwritten.
     """
-    slope_CV = None if softcap is None else 1 - (logits_CV / softcap) ** 2
-    if not unit:
-        logits_CV /= temperature_C[:, None]
     # d logprob / d (logits / T) = onehot(target) - softmax
     scale_C = grad_C / temperature_C
     logits_CV.sub_(log_z_C[:, None])
@@ -149,10 +142,7 @@ def _logits_gradient(  # noqa: PLR0913 - tensors of one formula
         # d entropy / d (logits / T) = -p (log p + entropy)
         factor_CV = scale_C[:, None] + (grad_entropy_C / temperature_C)[:, None] * (logits_CV + entropy_C[:, None])
         grad_CV = logits_CV.exp_().mul_(-factor_CV)
-    grad_CV.scatter_add_(1, targets_C[:, None], scale_C[:, None])
-    if slope_CV is not None:
-        grad_CV *= slope_CV
-    return grad_CV if multiplier == 1.0 else grad_CV * multiplier
+    return grad_CV.scatter_add_(1, targets_C[:, None], scale_C[:, None])
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -224,14 +214,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 compiled.logprobs_backward(
                     narrow_CV, targets_N[part], scales_C, log_z_N[part], grad_N[part].contiguous()
                 )
-                if head.multiplier != 1.0:
-                    narrow_CV *= head.multiplier
             else:
+                logits_CV = head.logits(hidden_NE[part])
+                slope_CV = None if head.softcap is None else 1 - (logits_CV / head.softcap) ** 2
+                if not ctx.unit:
+                    logits_CV /= temperature_N[part, None]
                 narrow_CV = _logits_gradient(
-                    head.logits(hidden_NE[part]), targets_N[part], temperature_N[part], log_z_N[part], grad_N[part],
-                    entropy_N[part], None if grad_entropy_N is None else grad_entropy_N[part],
-                    head.softcap, head.multiplier, unit=ctx.unit,
+                    logits_CV, targets_N[part], temperature_N[part], log_z_N[part], grad_N[part], entropy_N[part],
+                    None if grad_entropy_N is None else grad_entropy_N[part],
                 )  # fmt: skip
+                if slope_CV is not None:
+                    narrow_CV *= slope_CV
+            if head.multiplier != 1.0:
+                narrow_CV *= head.multiplier
             narrow_CV = narrow_CV.to(weight_VE.dtype)
             grad_hidden_NE[part] = (narrow_CV @ weight_VE).to(hidden_NE.dtype)
             if grad_weight_VE is not None:

@@ -212,7 +212,7 @@ class Driver:
                     self.player.start(rollout)
             with self.clock.waiting(generating=bool(self.player.extends)):  # the engine may make a step
                 await asyncio.sleep(0)  # let the new extensions begin: an interruption reaches only those
-            if not until_enough and not (self.player.busy or self.player.env_tasks or self.player.episode_runner):
+            if not until_enough and not self.player.pending:
                 self.clock.idle.set("trainer")
                 return
             await self._wait_for_some()
@@ -222,9 +222,7 @@ class Driver:
             if (item := self.next_task()) is None:
                 self.lifecycle.stream_ended = True
                 return
-            group = self.lifecycle.admit(*item, version)
-            if self.player.episode_runner is not None:
-                self.player.episode_runner.on_admit(group)
+            self.player.on_admit(self.lifecycle.admit(*item, version))
 
     async def _wait_for_some(self) -> None:
         """Wait until an extension, an environment or a scoring is done, and handle all that are."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import InvalidTurn, StateLost
 from rollover.functions import Causes, explained, was_cancelled
-from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.lifecycle import end_segment
+from rollover.shutdown import abandon
 from rollover.types import Rollout, Segment, StopReason
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ class EnvTasks:
         self._used_s: dict[str, float] = {}  # by rollout id
         self._restarts: Counter[str] = Counter()  # by rollout id
         self._logged = Causes()
-        self._cancelled = CancelledTasks()
         self._pause_s = min(workflow.timeout_s / _CHECKS_PER_TIMEOUT, _LONGEST_PAUSE_S)
         self._timer: asyncio.Task[None] | None = None
 
@@ -137,7 +136,7 @@ class EnvTasks:
             self._used_s.pop(rollout_id, None)
         for task in [task for task, each in self._running.items() if each.rollout.rollout_id in ids]:
             del self._running[task]
-            self._cancelled.add(task)
+            abandon(task)
         self._update_timer()
 
     def cancel_all(self) -> list[EnvTask]:
@@ -145,7 +144,7 @@ class EnvTasks:
         tasks = list(self._running)
         self._running.clear()
         for task in tasks:
-            self._cancelled.add(task)
+            abandon(task)
         self._update_timer()
         return tasks
 
@@ -202,7 +201,7 @@ class EnvTasks:
 
     def _time_out(self, task: EnvTask) -> None:
         running = self._running.pop(task)
-        self._cancelled.add(task)
+        abandon(task)
         timed_out: EnvTask = asyncio.get_running_loop().create_future()
         timed_out.set_result(end_segment(running.rollout, StopReason.TIMEOUT))
         self._running[timed_out] = running

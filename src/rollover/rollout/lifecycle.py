@@ -28,7 +28,6 @@ from rollover.envs.protocol import written
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
 from rollover.rollout.scheduler import Scheduler
-from rollover.staleness import expired
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, RolloutState, Segment, StopReason, Task
 
 # Needed at every transition; Enum member lookups are slow.
@@ -354,17 +353,11 @@ class Lifecycle:
         if self.num_valid(group) < self.min_valid_rewards:
             return DropReason.TOO_FEW_REWARDS, ""
         # A group that is READY only after a weight sync may have tokens of earlier weights alone.
-        masks = self.config.masks
-        if expired([group], self.scheduler.next_version, self.config.max_staleness, masks=masks):
+        if self.config.expiry(group) < self.scheduler.next_version:
             assert not self.config.finish_first, f"group {group.group_id} is READY beyond the staleness bound"
             return DropReason.STALE, ""
         match = self.group_filter(group) if self.group_filter is not None else None
         return None if match is None else (DropReason.FILTERED, match[0])
-
-
-def acting_in(groups: Iterable[Group]) -> list[Rollout]:
-    """Return the ACTING rollouts, in group order."""
-    return [r for group in groups for r in group.rollouts if r.state is RolloutState.ACTING]
 
 
 def num_valid_rewards(group: Group) -> int:

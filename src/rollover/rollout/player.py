@@ -3,6 +3,14 @@
     start ──▶ engine.extend ──▶ Lifecycle.append ──▶ environment.score ──▶ Lifecycle.set_rewards
                                      └── a turn ended ──▶ environment.next ──▶ Lifecycle.append
 
+    a group of a workflow is admitted ──▶ its Rollouts act: the agents run, before their first calls
+    a request to open a Rollout ──▶ it is WAITING with the prompt of a call, and scheduled as any other
+    a request to restart ──▶ the Episode's Rollouts are dropped (restarted) and replaced by one without tokens
+
+If an agent was lost, with the process or its event loop, its function runs again: all its Rollouts act until the agent
+repeats their turns, and at its end the turns that it did not repeat are dropped. If the workflow cannot resume
+(`Episodes.resumes`), the Episode restarts.
+
 Owns the tasks, the tokens of cancelled ones, and the groups to drop as soon as none of their rollouts runs. Never
 decides what starts or stops (scheduler.py), and never waits for tasks (driver.py). Results that arrive together are
 handled in order of (group id, sibling), so that they do not depend on the order of arrival.
@@ -16,18 +24,16 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from rollover.config.workflow import WorkflowConfig
 from rollover.engine.validate import resumable_segments
 from rollover.envs.protocol import RunEnvironment, StateLost
-from rollover.rollout.cancelled_tasks import CancelledTasks
 from rollover.rollout.env_tasks import EnvironmentFailed, EnvTask, EnvTasks
-from rollover.rollout.episode_runner import EpisodeRunner
 from rollover.rollout.failure_limit import FailureLimit
 from rollover.rollout.lifecycle import (
     Lifecycle,
-    acting_in,
     end_segment,
     environment_is_next,
     is_complete,
@@ -35,7 +41,10 @@ from rollover.rollout.lifecycle import (
 )
 from rollover.rollout.requests import ExtendFailed, Requests, RetryingEngine
 from rollover.rollout.watchdog import Action, Stall, Watchdog
+from rollover.shutdown import abandon
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason
+from rollover.workflows.conversations import MODEL
+from rollover.workflows.turns import EpisodePlace
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +52,7 @@ ExtendTask = asyncio.Future[list[Segment]]
 ScoringTask = asyncio.Future[list[Reward]]
 
 _MAY_BE_LOST = (RolloutState.PARKED, RolloutState.ACTING, RolloutState.SCORING)
+_UNOPENED = (RolloutState.WAITING, RolloutState.ACTING)
 
 
 class ScoringJob(NamedTuple):
@@ -55,8 +65,8 @@ class ScoringJob(NamedTuple):
 class Player:
     """Player of the rollouts of one driver.
 
-    `extends`, `scorings`, `env_tasks`: tasks in flight, in the order in which they began. `cancelled`: cancelled tasks
-    that have not ended. `arrival` is set when a group gets READY.
+    `extends`, `scorings`, `env_tasks`: tasks in flight, in the order in which they began. `arrival` is set when a group
+    gets READY. `episodes`: those of a workflow (workflows/episodes.py), or None.
     """
 
     def __init__(
@@ -74,13 +84,11 @@ class Player:
         self.watchdog, self.failure_limit = watchdog, failure_limit
         self.extends: dict[ExtendTask, Rollout] = {}
         self.scorings: dict[ScoringTask, ScoringJob] = {}
-        self.cancelled = CancelledTasks()
         self.arrival = asyncio.Event()
-        self.episode_runner: EpisodeRunner | None = None
-        if environment.agents is not None:
+        self.episodes = environment.agents
+        if self.episodes is not None:
             # Agents have their own retries and timeout: one of their Rollouts may act while another has a turn.
             workflow = workflow.model_copy(update={"timeout_s": math.inf, "retries": 0})
-            self.episode_runner = EpisodeRunner(lifecycle, environment.agents, self._release)
         self.env_tasks = EnvTasks(environment.next, workflow)
         self._known_segments: dict[ExtendTask, list[Segment]] = {}  # segments of cancelled extensions
         self._failures: dict[str, str] = {}  # errors of environments, by id of the rollout to score
@@ -101,10 +109,15 @@ class Player:
     @property
     def pending(self) -> list[asyncio.Future]:
         """Return all tasks in flight; `handle_done` handles those that have ended."""
-        agents = self.episode_runner.pending if self.episode_runner else ()
+        agents = () if self.episodes is None else self.episodes.pending
         return [*self.extends, *self.scorings, *self.env_tasks.pending, *agents]
 
     # Called by the driver
+
+    def on_admit(self, group: Group) -> None:
+        """Begin the episodes of a new group, if agents play it."""
+        for rollout in () if self.episodes is None else group.rollouts:
+            self._begin_episode(group, rollout.sibling)
 
     def start(self, rollout: Rollout) -> None:
         """Extend a rollout that has just got a slot."""
@@ -115,10 +128,10 @@ class Player:
     def start_missing(self) -> None:
         """Start the missing tasks of acting and finished rollouts, e.g. after a restart."""
         cache = self.lifecycle.cache
-        if self.episode_runner is not None:
-            self.episode_runner.start_missing()
+        if self.episodes is not None:
+            self._start_missing_agents()
         self._restore_environments()
-        acting = [r for r in acting_in(cache.groups.values()) if r.group_id not in self._dropping and r.num_tokens]
+        acting = [r for r in cache.acting() if r.group_id not in self._dropping and r.num_tokens]
         self.env_tasks.start_missing(acting)
         for group_id in dict.fromkeys(r.group_id for r in cache.unscored()):
             self._score(cache.groups[group_id])
@@ -130,9 +143,8 @@ class Player:
             self._end_extend(task, self._answer(task, rollout))
         for rollout, task in self.env_tasks.done():
             self._end_acting(rollout, task)
-        for rollout in [] if self.episode_runner is None else self.episode_runner.handle():
-            last = [] if rollout.num_tokens else [self.requests.end_without_turn(rollout)]
-            self._on_stop(rollout, self.lifecycle.append(rollout, last))
+        if self.episodes is not None:
+            self._handle_agents()
         scorings = [(job.rollouts[0], task) for task, job in self.scorings.items() if task.done()]
         for _, task in sorted(scorings, key=lambda item: (item[0].group_id, item[0].sibling)):
             self._end_scoring(task)
@@ -156,10 +168,10 @@ class Player:
         for state in (self.extends, self.scorings, self._known_segments, self._dropping, self.watchdog):
             state.clear()
         for task in tasks:
-            self.cancelled.add(task)
+            abandon(task)
         acting = self.env_tasks.cancel_all()
-        if self.episode_runner is not None:
-            self.episode_runner.end_all()
+        if self.episodes is not None:
+            self.episodes.end_all()
         if tasks:
             await asyncio.wait(tasks, timeout=self.watchdog.config.grace_s if self.watchdog.is_on else None)
         if acting:
@@ -227,12 +239,12 @@ class Player:
                 self._drop_soon(rollout.group_id, DropReason.STALLED, stall.what)
             case Action.ABANDON:
                 self._end_extend(task, self._known_segments.pop(task))
-                self.cancelled.add(task)
+                abandon(task)
                 self._drop_soon(rollout.group_id, DropReason.STALLED, stall.what)
 
     def _on_stalled_scoring(self, stall: Stall, task: ScoringTask) -> None:
         job = self.scorings.pop(task)
-        self.cancelled.add(task)
+        abandon(task)
         if stall.action is Action.RESCORE:
             self._start_scoring(job)
         else:
@@ -258,7 +270,7 @@ class Player:
         acts = self.requests.may_continue and environment_is_next(
             rollout, segments, self.requests.config.max_new_tokens
         )
-        if self.episode_runner is not None:  # the agent gets the result of every turn
+        if self.episodes is not None:  # the agent gets the result of every turn
             acts = segments[-1].stop_reason is not StopReason.PAUSED
         complete = self.lifecycle.append(rollout, segments, acts=acts)
         self.watchdog.on_end(rollout.rollout_id, rollout.num_tokens, now())
@@ -310,6 +322,72 @@ class Player:
         self.environment.on_restart(rollout, group.kept.get(rollout.sibling, {}))
         self.lifecycle.restart_episode(group, rollout.sibling)
 
+    # Agents: their requests become transitions of the held rollouts
+
+    def _start_missing_agents(self) -> None:
+        """Start the agent of every unfinished Episode that has none: of new groups, and those that were lost."""
+        for group in list(self.lifecycle.cache.groups.values()):
+            for sibling in dict.fromkeys(r.sibling for r in group.rollouts if r.state is not RolloutState.READY):
+                if not self.episodes.has((group.group_id, sibling)):
+                    self._resume_episode(group, sibling)
+
+    def _handle_agents(self) -> None:
+        """Apply the agents' requests, and finish the Rollouts of ended episodes that no turn will finish.
+
+        Those are Rollouts whose unrepeated turns were dropped, and those of an Episode that made no call.
+        """
+        requests, ended = self.episodes.take_requests()
+        groups = self.lifecycle.cache.groups
+        for (group_id, sibling), rollout in requests:
+            if rollout is not None and group_id in groups:
+                self.lifecycle.open(rollout)
+            elif group_id in groups:
+                self._begin_episode(groups[group_id], sibling)
+        finished = []
+        for place in ended:
+            if place[0] in groups:
+                finished += self._drop_unrepeated(place)
+                # A WAITING one was opened by a call that its agent abandoned: its turn is played, and ends it.
+                acting = [r for r in _of(groups[place[0]], place[1]) if r.state is RolloutState.ACTING]
+                finished += [r for r in acting if not r.num_tokens]
+        for rollout in finished:
+            last = [] if rollout.num_tokens else [self.requests.end_without_turn(rollout)]
+            self._on_stop(rollout, self.lifecycle.append(rollout, last))
+
+    def _resume_episode(self, group: Group, sibling: int) -> None:
+        """Start an agent for an Episode that has lost its own."""
+        rollouts = _of(group, sibling)
+        if not self.episodes.resumes or _has_just_begun(rollouts, group):
+            self._begin_episode(group, sibling)
+            return
+        for rollout in rollouts:
+            self.lifecycle.rerun_agent(rollout)
+        first = Rollout(group.group_id, sibling, group.task, prompt=group.prompt)
+        self.episodes.begin(first, group.kept.get(sibling), [replace(rollout) for rollout in rollouts])
+
+    def _begin_episode(self, group: Group, sibling: int) -> None:
+        rollouts = _of(group, sibling)
+        first = rollouts[0]
+        if not _has_just_begun(rollouts, group):
+            self._release([r.rollout_id for r in rollouts])
+            first = self.lifecycle.restart_episode(group, sibling)
+        if first.state is RolloutState.WAITING:
+            self.lifecycle.begin_acting(first)
+        self.episodes.begin(first, group.kept.get(sibling))
+
+    def _drop_unrepeated(self, place: EpisodePlace) -> list[Rollout]:
+        """Drop the recorded turns that a rerun agent, which has ended, did not repeat. Returns Rollouts with turns
+        left.
+        """
+        shortened = []
+        unreplayed = list(self.episodes.unreplayed(place).items())
+        for rollout_id, num_tokens in reversed(unreplayed):  # so that the first Rollout stays if all are dropped
+            self._release([rollout_id])
+            shorter = self.lifecycle.truncate(self.lifecycle.cache.rollout(rollout_id), num_tokens)
+            shortened += [shorter] if num_tokens else []
+        self.episodes.on_truncated(place)
+        return shortened
+
     # Scorings
 
     def _score(self, group: Group) -> None:
@@ -352,7 +430,7 @@ class Player:
     def _cancel_scoring(self, task: ScoringTask) -> None:
         """Cancel a scoring. Its rollouts stay unscored, and are scored again."""
         self.watchdog.on_scoring_end(self.scorings.pop(task).key, now())
-        self.cancelled.add(task)
+        abandon(task)
 
     def _end_scoring(self, task: ScoringTask) -> None:
         job = self.scorings.pop(task)
@@ -393,3 +471,15 @@ class Player:
 def now() -> float:
     """Return the time of the watchdog's clock."""
     return asyncio.get_running_loop().time()
+
+
+def _of(group: Group, sibling: int) -> list[Rollout]:
+    """Return the Rollouts of an Episode."""
+    return [r for r in group.rollouts if r.sibling == sibling]
+
+
+def _has_just_begun(rollouts: list[Rollout], group: Group) -> bool:
+    """Return whether the Episode's only Rollout is as the group was admitted with it."""
+    first = rollouts[0]
+    as_admitted = first.prompt == group.prompt and first.role == MODEL
+    return len(rollouts) == 1 and first.state in _UNOPENED and not first.num_tokens and as_admitted

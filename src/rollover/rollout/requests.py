@@ -26,7 +26,6 @@ from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, ImageRef
 from rollover.engine.validate import are_segments, continuation_error
 from rollover.envs.protocol import AS_CONFIGURED, TurnOptions
 from rollover.rollout.failure_limit import FailureLimit
-from rollover.rollout.scheduler_state import token_budget
 from rollover.types import Rollout, SamplingParams, Segment, StopReason, rollout_seed
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class Requests:
             seed=rollout_seed(self.run_seed, rollout.task.task_id, rollout.task.attempt, episode),
             sampling=self.sampling_for(rollout),
             stop=StopCriteria.of(self.config, self._stop_token_ids, turn.stop),
-            pause_after=token_budget(rollout, self.config),
+            pause_after=self.config.pause_after(rollout),
             text_start=_turn_start(rollout),
             may_continue=self.may_continue,
             processing=self._processing,

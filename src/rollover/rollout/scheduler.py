@@ -17,11 +17,10 @@ from typing import Any
 
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.scheduler_state import HeldGroups, Slots
+from rollover.staleness import urgencies
 from rollover.types import Group, Rollout, RolloutState
 
 _MEMORY = 64  # groups over which the averages run
-
-
 _STARTS = (RolloutState.WAITING, RolloutState.RUNNING, RolloutState.PARKED)
 _UNFINISHED = (*_STARTS, RolloutState.ACTING)
 
@@ -81,7 +80,8 @@ class Scheduler:
         free = len(slots.queue) if self.max_running is None else self.max_running - len(slots.running)
         if free <= 0:
             return []
-        return slots.take(free, self._held.urgencies(version) if self.config.finish_first else {})
+        urgent = urgencies(self._held.due, version, self.config.groups_per_step) if self.config.finish_first else {}
+        return slots.take(free, urgent)
 
     def to_consume(self, version: int, stream_ended: bool = False) -> list[int] | None:
         """Return the ids of the groups for the step at trainer `version`, oldest first; None if there are not enough
@@ -130,7 +130,12 @@ class Scheduler:
 
     def to_drop(self, version: int) -> list[int]:
         """Return the ids of the groups beyond the staleness bound, now that the trainer is at `version`."""
-        return self._held.to_drop(version)
+        held = self._held
+        if self.config.masks:  # an unfinished group still gets tokens that are in bound
+            return sorted(group_id for expires, group_id in held.ready if expires < version)
+        stale = [group_id for group_id, group in held.groups.items() if group.deadline < version]
+        assert not (stale and self.config.finish_first), f"finish_first let groups {stale} pass the staleness bound"
+        return stale
 
     # Transitions
 

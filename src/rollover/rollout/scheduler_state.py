@@ -20,10 +20,10 @@ from typing import Any
 
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.order import OrderKey, RolloutView, load_order
-from rollover.staleness import NO_DEADLINE, deadline, expiry, is_feasible, urgencies
-from rollover.types import Group, Rollout, RolloutState, StopReason
+from rollover.staleness import NO_DEADLINE, is_feasible
+from rollover.types import Group, Rollout, RolloutState
 
-ReadyKey = tuple[float, int]  # expiry (see staleness.expiry), group id
+ReadyKey = tuple[float, int]  # RolloutConfig.expiry, group id
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class HeldGroup:
     unfinished: int
     """Rollouts that still generate or act."""
     deadline: float = NO_DEADLINE
-    """See staleness.deadline. NO_DEADLINE before the first token; with overlap, before the first start."""
+    """Of its oldest token. NO_DEADLINE before the first token; with overlap, before the first start."""
     ready_key: ReadyKey | None = None
     """Its entry in the sorted list of READY groups."""
 
@@ -45,7 +45,7 @@ class HeldGroups:
     """Held groups by id.
 
     `ready`: keys of the READY ones, sorted. `reserved`: those that the next step takes before all others, sorted.
-    `num_scoring`: groups that are complete, but not READY yet.
+    `due`: number of groups by deadline. `num_scoring`: groups that are complete, but not READY yet.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -53,8 +53,8 @@ class HeldGroups:
         self.groups: dict[int, HeldGroup] = {}
         self.ready: list[ReadyKey] = []
         self.reserved: list[ReadyKey] = []
+        self.due: Counter[float] = Counter()
         self.num_scoring = 0
-        self._due: Counter[float] = Counter()  # deadline -> held groups
         self._num_finished = 0  # rollouts whose generation has stopped
         self._num_enough = config.num_enough
 
@@ -68,7 +68,7 @@ class HeldGroups:
         held = self.groups[group.group_id] = HeldGroup(group, admitted_at, unfinished)
         self._num_finished += len(group.rollouts) - unfinished
         self.num_scoring += not unfinished
-        self.set_deadline(held, deadline(group.min_version, self.config.max_staleness))
+        self.set_deadline(held, self.config.deadline(group.min_version))
         return held
 
     def finish(self, rollout: Rollout) -> bool:
@@ -104,7 +104,7 @@ class HeldGroups:
 
     def lower_deadline(self, group_id: int, version: int | None) -> bool:
         """Note that the group may have a token of this version. Returns whether its deadline is earlier now."""
-        held, new = self.groups[group_id], deadline(version, self.config.max_staleness)
+        held, new = self.groups[group_id], self.config.deadline(version)
         if new >= held.deadline:
             return False
         self.set_deadline(held, new)
@@ -115,8 +115,8 @@ class HeldGroups:
         self.num_scoring -= 1
         # It may be later now: with overlap the start assumed older weights, and an Episode may have lost its old
         # tokens.
-        self.set_deadline(held, deadline(held.group.min_version, self.config.max_staleness))
-        held.ready_key = (self._expiry(held.group), held.group.group_id)
+        self.set_deadline(held, self.config.deadline(held.group.min_version))
+        held.ready_key = (self.config.expiry(held.group), held.group.group_id)
         insort(self.ready, held.ready_key)
 
     def reserve(self, group_ids: Iterable[int]) -> None:
@@ -140,9 +140,9 @@ class HeldGroups:
     def _count_due(self, held: HeldGroup, by: int) -> None:
         if held.deadline == NO_DEADLINE:
             return
-        self._due[held.deadline] += by
-        if not self._due[held.deadline]:
-            del self._due[held.deadline]
+        self.due[held.deadline] += by
+        if not self.due[held.deadline]:
+            del self.due[held.deadline]
 
     # Queries
 
@@ -169,7 +169,7 @@ class HeldGroups:
         `in_bound`: a group that is due in that step never loses its place to them (docs/staleness.md, "Groups that a
         step takes early").
         """
-        num, due = self.config.groups_per_step, Counter(self._due)
+        num, due = self.config.groups_per_step, Counter(self.due)
         for expires, _ in self.reserved:
             due[expires] -= 1
         places = num - len(self.reserved)
@@ -194,28 +194,11 @@ class HeldGroups:
         if len(self.groups) - min(num, len(self.ready)) > self.config.max_groups_in_bound(lag + 1):
             return False
         left, taken_before, next_taken = {}, 0, self.next_taken()
-        for due in sorted(self._due):
+        for due in sorted(self.due):
             taken = min(num, bisect_left(next_taken, (due, math.inf)))  # with this deadline or an earlier one
-            left[due] = self._due[due] - (taken - taken_before)
+            left[due] = self.due[due] - (taken - taken_before)
             taken_before = taken
         return is_feasible(left, version, num)
-
-    def to_drop(self, version: int) -> list[int]:
-        """See Scheduler.to_drop."""
-        if self.config.masks:  # an unfinished group still gets tokens that are in bound
-            return sorted(group_id for expires, group_id in self.ready if expires < version)
-        stale = [group_id for group_id, held in self.groups.items() if held.deadline < version]
-        assert not (stale and self.config.finish_first), f"finish_first let groups {stale} pass the staleness bound"
-        return stale
-
-    def urgencies(self, version: int) -> dict[float, int]:
-        """Deadline -> urgency: see staleness.urgencies."""
-        return urgencies(self._due, version, self.config.groups_per_step)
-
-    # Private
-
-    def _expiry(self, group: Group) -> float:
-        return expiry(group, self.config.max_staleness, masks=self.config.masks)
 
 
 Entry = tuple[bool, OrderKey, str]  # is waiting, the order's key, rollout id
@@ -249,14 +232,14 @@ class StartQueue:
     def discard(self, rollout_id: str) -> None:
         self._queued.pop(rollout_id, None)
 
-    def take(self, num: int, ranks: Mapping[float, int]) -> list[Rollout]:
+    def take(self, num: int, ranks: Mapping[float, float]) -> list[Rollout]:
         """Pop the first `num` rollouts, by the rank of their deadline."""
         if num >= len(self._queued):  # sorting all at once is much faster than popping one by one
             everyone = sorted((ranks[deadline], entry, rollout) for deadline, entry, rollout in self._queued.values())
             self._queued.clear()
             self._queues.clear()
             return [rollout for _, _, rollout in everyone]
-        firsts: list[tuple[int, Entry, float]] = []  # heap of (rank, first entry, deadline) of the queues
+        firsts: list[tuple[float, Entry, float]] = []  # heap of (rank, first entry, deadline) of the queues
         for due in self.deadlines:
             if (entry := self._first(due)) is not None:
                 heapq.heappush(firsts, (ranks[due], entry, due))
@@ -284,7 +267,7 @@ class StartQueue:
 
 
 # Needed at every parking; Enum member lookups are slow.
-_WAITING, _ACTING, _PAUSED = RolloutState.WAITING, RolloutState.ACTING, StopReason.PAUSED
+_WAITING, _ACTING = RolloutState.WAITING, RolloutState.ACTING
 _MUST_FINISH = -1  # deadline before all others: the heap of rollouts that may not be interrupted again
 
 
@@ -314,7 +297,7 @@ class Slots:
         waiting = rollout.state is _WAITING
         key = (rollout.group_id, rollout.sibling) if waiting else self._order(self._view(rollout))
         deadline = self.held[rollout.group_id].deadline if self.config.finish_first else NO_DEADLINE
-        if next_run_is_last(rollout, self.config.max_continuations):
+        if self.config.next_run_is_last(rollout):
             deadline = _MUST_FINISH
         self.queue.put(rollout, deadline, key, waiting)
 
@@ -325,8 +308,7 @@ class Slots:
 
     def take(self, num: int, urgency: Mapping[float, int]) -> list[Rollout]:
         """Pop the first `num` rollouts: by urgency of the group, parked before waiting, then by order key."""
-        not_urgent = self.config.max_staleness + 1
-        ranks = {deadline: urgency.get(deadline, not_urgent) for deadline in self.queue.deadlines}
+        ranks = {deadline: urgency.get(deadline, math.inf) for deadline in self.queue.deadlines}
         ranks[_MUST_FINISH] = -1
         return self.queue.take(num, ranks)
 
@@ -342,7 +324,7 @@ class Slots:
         self.queue.discard(rollout.rollout_id)
         self._spent.pop(rollout.rollout_id, None)
         self.running.add(rollout)
-        if next_run_is_last(rollout, self.config.max_continuations):
+        if self.config.next_run_is_last(rollout):
             self.must_finish.add(rollout.rollout_id)
 
     def on_park(self, rollout: Rollout) -> None:
@@ -395,17 +377,3 @@ class Slots:
         return RolloutView(
             rollout.rollout_id, group_id, rollout.sibling, num_tokens, remaining, admitted_at, parked_since
         )
-
-
-def next_run_is_last(rollout: Rollout, max_continuations: int) -> bool:
-    """Return whether an unfinished rollout may not be interrupted again. `max_continuations` 0: no limit."""
-    if not max_continuations:
-        return False
-    return sum(s.trainable and s.stop_reason is _PAUSED for s in rollout.segments) >= max_continuations
-
-
-def token_budget(rollout: Rollout, config: RolloutConfig) -> int:
-    """Return the tokens after which a rollout that starts now is interrupted; 0: no limit."""
-    if config.interrupt != "token_budget" or next_run_is_last(rollout, config.max_continuations):
-        return 0
-    return config.token_budget

@@ -39,7 +39,7 @@ from rollover.track.answers import Answer, RoleScore, summarise_answers, write_a
 from rollover.track.jsonl import best_of, check_metric, early_stop_reason
 from rollover.trajectories import Episode, episodes_of
 from rollover.types import FIRST_EVAL_GROUP, Group, Prompt, Reward, StopReason, Task
-from rollover.workflows.calls import MODEL
+from rollover.workflows.conversations import MODEL
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from rollover.rollout.lifecycle import EventKind, Lifecycle
 from rollover.run.checkpointing import Checkpointing
 from rollover.run.event_log import PUBLISH, ROLL_BACK, ROW, STEP, TOKENS, digest_of
 from rollover.run.setup import Components, RunContext
-from rollover.staleness import excess_groups, expired, rolled_back
+from rollover.staleness import rolled_back
 from rollover.track.tracker import Cut
 from rollover.trainer.batch import Batch
 from rollover.types import (
@@ -175,7 +175,7 @@ def check_restored(lifecycle: Lifecycle, version: int, max_tokens: int) -> None:
     """
     config = lifecycle.config
     groups = lifecycle.cache.groups.values()
-    if config.finish_first and excess_groups(groups, version, config.max_staleness, config.groups_per_step):
+    if config.finish_first and config.excess_groups(groups, version, config.max_staleness):
         raise ValueError(
             f"--resume: the {len(groups)} groups that the checkpoint holds cannot all be trained with"
             f" rollout.max_staleness = {config.max_staleness} and rollout.groups_per_step = {config.groups_per_step}."
@@ -389,9 +389,9 @@ class RollBack(Replay):
         """
         cache, config = self.lifecycle.cache, self.lifecycle.config
         if not config.finish_first and bound == config.max_staleness:  # every step enforces the bound itself
-            doomed = set(expired(cache.groups.values(), self.version, bound, masks=config.masks))
+            doomed = set(config.expired(cache.groups.values(), self.version))
         else:
-            doomed = set(excess_groups(cache.groups.values(), self.version, bound, config.groups_per_step))
+            doomed = set(config.excess_groups(cache.groups.values(), self.version, bound))
         if needs_weights:
             doomed |= self.of_lost_versions & cache.groups.keys()
         for group_id in sorted(doomed):

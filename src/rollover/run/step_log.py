@@ -25,7 +25,7 @@ from rollover.algorithms.grouping import Grouping
 from rollover.config import Config
 from rollover.envs.chat import Decode, answer_decoder
 from rollover.functions import custom_function, described
-from rollover.rollout.lifecycle import Event, EventKind, acting_in
+from rollover.rollout.lifecycle import Event, EventKind
 from rollover.run.batch_metrics import (
     advantage_metrics,
     mask_metrics,
@@ -257,7 +257,7 @@ class StepLog:
         return {
             **turn_metrics(groups),
             "tokens/environment": lifecycle.ledger.environment_tokens,
-            "rollouts/acting": len(acting_in(lifecycle.cache.groups.values())),
+            "rollouts/acting": len(lifecycle.cache.acting()),
             "wait/environment_s": self._since_last("environment", driver.clock.environment_s),
             **({"episodes/timeout_share": late / ended} if ended else {}),
         }

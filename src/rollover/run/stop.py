@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from rollover.rollout.cancelled_tasks import CancelledTasks
+from rollover.shutdown import abandon
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ class Stop:
         self.requested = False
         self._on_stop: Callable[[], None] | None = None
         self._event = asyncio.Event()
-        self._cancelled = CancelledTasks()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def listen(self, on_stop: Callable[[], None]) -> None:
@@ -86,7 +85,7 @@ class Stop:
             await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
             if not self.requested:
                 return task.result()
-            self._cancelled.add(task)
+            abandon(task)
             await asyncio.wait([task], timeout=grace_s)
             return None
         finally:
@@ -105,7 +104,7 @@ class Stop:
             if task.done():
                 task.result()
                 return True
-            self._cancelled.add(task)
+            abandon(task)
             await asyncio.wait([task], timeout=grace_s)
             return False
         finally:

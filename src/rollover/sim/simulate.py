@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from rollover.config import PlanConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, Lifecycle, RunClock, environment_is_next, segments_to_append
-from rollover.rollout.scheduler_state import token_budget
 from rollover.sim.fleet import Fleet
 from rollover.sim.workload import EventQueue, Segments, Turns, Workload, is_partial
 from rollover.staleness import staleness
@@ -270,7 +269,7 @@ class Simulation:
             kv_on = group.kv_on[sibling]
             engine = fleet.place(kv_on)
             left = min(group.lengths[sibling], longest) - so_far
-            if budget := token_budget(rollout, self.config):
+            if budget := self.config.pause_after(rollout):
                 left = min(left, budget)
             fresh = engine == kv_on and (group.kv_version[sibling] == version or not self._recompute)
             appended = group.appended.pop(sibling, 0)

@@ -142,9 +142,9 @@ def make_batch(
 
     Baselines are taken over all trajectories of a TrajectoryGroup that have a reward, unless `masks` excludes them.
     With a teacher (distill.mix) advantages are 0 until the step, and a rollout without a reward is in the loss. Tokens
-    sampled before policy version `oldest_version` are context only (staleness.oldest_in_loss). `replayed`: id of each
-    replayed group -> the `oldest_version` of the step that trained it first, which still holds. `penalties`: subtracted
-    from the rewards of the estimators. `version`: the trainer's.
+    sampled before policy version `oldest_version` are context only. `replayed`: id of each replayed group -> the
+    `oldest_version` of the step that trained it first, which still holds. `penalties`: subtracted from the rewards of
+    the estimators. `version`: the trainer's.
     """
     groups = sorted(groups, key=lambda g: g.group_id)
     rollouts = _sampled(groups)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rollover.config import ReplayConfig
-from rollover.rollout.group_state import Arrays, groups_from_state, groups_to_state
+from rollover.rollout.cache import Arrays, groups_from_state, groups_to_state
 from rollover.staleness import EVERY_VERSION, staleness
 from rollover.types import Group
 

@@ -20,7 +20,7 @@ from rollover.algorithms.grouping import Grouping
 from rollover.algorithms.shaping import metric_of
 from rollover.config import Config
 from rollover.rewards.built_in import score_names
-from rollover.rollout.group_state import Arrays
+from rollover.rollout.cache import Arrays
 from rollover.rollout.lifecycle import Event
 from rollover.tasks.curriculum import Curriculum
 from rollover.tasks.reroll import Reroll

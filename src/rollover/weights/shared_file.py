@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
-from rollover.weights.protocol import NamedTensors, WeightUpdate
+from rollover.weights import NamedTensors, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from rollover.files import local_path
-from rollover.weights import remover
-from rollover.weights.protocol import NamedTensors, WeightUpdate
+from rollover.weights import NamedTensors, WeightUpdate, remover
 from rollover.weights.safetensors_stream import WholeFile, mapped
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Conversations of one trajectory: which open Rollout a call continues, and with which tokens.
+"""Model calls of a workflow, from Python or over HTTP: which open Rollout a call continues, and with which tokens.
 
     call ──▶ place_of ──▶ Continues(rollout, tokens of the new messages) ─┐
                    └────▶ Opens(prompt, reason) ──────────────────────────┴──▶ turn ──▶ reply
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import enum
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,15 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollover.engine.stop import before_stop
+from rollover.engine.protocol import before_stop
 from rollover.envs.chat import ROLES, Chat, answer_decoder, sampled_turns
 from rollover.envs.tools import Call as WrittenCall
 from rollover.envs.tools import read_calls
 from rollover.images import MOST_PIXELS, BadImage, num_pixels
+from rollover.openai_wire import Refusal
 from rollover.tasks.image_parts import Store, shows_images, with_images
 from rollover.text import whole_characters
-from rollover.types import Prompt, Rollout, images_in
-from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused, NotSupported, Reply, ToolCall
+from rollover.types import Prompt, Rollout, StopReason, images_in
 
 if TYPE_CHECKING:
     from rollover.models.processor import Processor
@@ -44,6 +43,97 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 LARGE_CHARACTERS = 50_000
 """Characters that the tokenizer takes some 10 ms for."""
+MODEL = "policy"
+"""The model's name in calls, and the default role."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to the policy. Exactly one of `messages` and `prompt` is set; sampling parameters are the run's.
+
+    After `with_stored_images`, images in `messages` are parts as in types.Task.
+    """
+
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    prompt: str | tuple[int, ...] | None = None
+    """A text, or token ids; no chat template is applied."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    reads_calls: bool = True
+    """Whether tool calls are parsed out of the answer; else they stay in its text."""
+    max_tokens: int | None = None
+    """Of this turn; None: what is left of the Rollout's budget."""
+    stop: tuple[str, ...] = ()
+    """Stop strings besides rollout.stop; the reply's text excludes them, as in the OpenAI API."""
+
+    @property
+    def shows_images(self) -> bool:
+        return any(shows_images(message.get("content")) for message in self.messages or ())
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool call in an answer. `arguments`: JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """One turn: its text, and the sampled tokens.
+
+    prompt_ids: all token ids before the turn. token_ids int32 [n], logprobs float32 [n], versions int32 [n]: of the
+    sampled tokens. `text`: without the end-of-turn token and `tool_calls`.
+    """
+
+    reply_id: str
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    stop_reason: StopReason
+    prompt_ids: tuple[int, ...]
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as an assistant's message, for the next call."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class CallRefused(Refusal):
+    """A call that cannot be answered."""
+
+
+class NotSupported(CallRefused):
+    """The call requests something that this run cannot do."""
+
+    code = "unsupported_parameter"
+
+
+class BudgetUsedUp(CallRefused):
+    """The Rollout or the Episode has no token or turn left, or the prompt is too long for the model."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownKey(CallRefused):
+    """No open trajectory has this API key."""
+
+    status, code = 401, "invalid_api_key"
+
+
+class UnknownModel(CallRefused):
+    """The model is not the run's."""
+
+    status, code = 404, "model_not_found"
 
 
 class Break(enum.Enum):
@@ -153,20 +243,6 @@ def text_of(content: Any) -> str:
         if all(isinstance(text, str) for text in texts):
             return "".join(str(text) for text in texts)
     raise ValueError("the content of a message must be a text, or a list of parts of the types text and image_url")
-
-
-def turn_key(role: str, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], occurrence: int) -> int:
-    """Return the 64-bit key of a turn within its Episode: equal for the same call of another run of the workflow.
-
-    `prompt`: everything before the turn. `occurrence`: number of earlier turns of the Episode with the same call; equal
-    calls are exchangeable.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(json.dumps([role, max_tokens, list(stop), occurrence]).encode())
-    digest.update(np.asarray(prompt.ids, "<i4").tobytes())
-    for media in prompt.media:
-        digest.update(media.digest.encode())
-    return int.from_bytes(digest.digest(), "little")
 
 
 @dataclass(frozen=True)

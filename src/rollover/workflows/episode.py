@@ -15,8 +15,7 @@ from typing import Any
 from rollover.functions import as_json, described
 from rollover.tasks.image_parts import stored_of_program
 from rollover.types import Reward, Rollout, Task
-from rollover.workflows.calls import Call, CallRefused, Reply
-from rollover.workflows.conversations import Chats, Conversations, with_stored_images
+from rollover.workflows.conversations import Call, CallRefused, Chats, Conversations, Reply, with_stored_images
 from rollover.workflows.protocol import Answer, as_reward
 
 

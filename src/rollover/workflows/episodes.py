@@ -1,6 +1,6 @@
 """Episodes: each sibling of a group is a run of the user's workflow, and its model calls are turns of Rollouts.
 
-    begin ──▶ workflow ──call──▶ host.open(rollout), or the result of `next`: tokens that continue a Rollout
+    begin ──▶ workflow ──call──▶ a request to open a Rollout, or the result of `next`: tokens that continue one
                   ▲                        │
                   └──reply── next(rollout) ◀── the turn has ended; the Rollout waits for the next call, or the end
               returns ──▶ None from every `next` ──▶ score
@@ -12,8 +12,8 @@ is one run of the workflow for an Episode:
        └─────failed, retries left──▶ over: its Rollouts are dropped once no turn is in flight, and another run begins
 
 After a restart, a run may begin with the Rollouts that an earlier one left: calls that it repeats are answered from
-that record (turns.py). This file owns the runs, their clocks and token budgets, and which Rollouts play a turn or wait
-for the next call. It never changes a Rollout; the host schedules them.
+that record (turns.py). This file owns the runs, their clocks and token budgets, which Rollouts play a turn or wait for
+the next call, and the requests until the player takes them (rollout/player.py). It never changes a Rollout.
 """
 
 from __future__ import annotations
@@ -27,15 +27,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rollover.envs.protocol import Keep, RunEnvironment, TurnOptions, keeps_nothing, written
 from rollover.functions import Causes, explained, outcome_of
 from rollover.images import Places, stored
 from rollover.trajectories import divided
 from rollover.types import Prompt, Reward, Rollout, Segment, StopReason, Task, episode_name
-from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply, UnknownKey
-from rollover.workflows.conversations import Break, Chats, LargeCalls, with_stored_images
+from rollover.workflows.conversations import (
+    MODEL,
+    Break,
+    BudgetUsedUp,
+    Call,
+    Chats,
+    LargeCalls,
+    Reply,
+    UnknownKey,
+    with_stored_images,
+)
 from rollover.workflows.episode import Episode, EpisodeTrajectory, Once, assign_rewards
 from rollover.workflows.protocol import Lane, Workflow
 from rollover.workflows.turns import Continued, EpisodeLimits, EpisodePlace, Opened, Replayed, Turns
@@ -50,23 +59,6 @@ COUNTERS = (
     "turns/continued",
     *(f"turns/breaks/{reason.value}" for reason in Break),
 )
-
-
-class Host(Protocol):
-    """Plays the Rollouts that episodes open. Each method only queues its request."""
-
-    def open(self, rollout: Rollout) -> None:
-        """Add a WAITING Rollout, with a prompt, to a held group. A Rollout with this id that the group was admitted
-        with gets the prompt and the role instead."""
-        ...
-
-    def restart(self, group_id: int, sibling: int) -> None:
-        """Drop the Rollouts of a failed Episode, none of which plays, and begin it again."""
-        ...
-
-    def ended(self, group_id: int, sibling: int) -> None:
-        """Score the Rollouts of an Episode that has ended."""
-        ...
 
 
 class Episodes(RunEnvironment):
@@ -94,6 +86,9 @@ class Episodes(RunEnvironment):
         self._agent_runs: dict[EpisodePlace, AgentRun] = {}
         self._failures: Counter[EpisodePlace] = Counter()
         self._once: dict[EpisodePlace, Once] = {}
+        self._requests: list[tuple[EpisodePlace, Rollout | None]] = []
+        self._ended: list[EpisodePlace] = []
+        self._wakeup: asyncio.Future[None] | None = None
         self._reported = Causes()
 
     def for_evaluation(self) -> Episodes:
@@ -112,7 +107,7 @@ class Episodes(RunEnvironment):
             if self.gateway is not None:
                 await self.gateway.close()
 
-    # Environment, for the host
+    # Environment, for the player
 
     def prompt(self, task: Task, instead: Sequence[Mapping[str, str]] | str | None = None) -> Prompt:
         """Encode the task's own prompt. The workflow decides which of its calls use it."""
@@ -130,14 +125,8 @@ class Episodes(RunEnvironment):
         ended = sum(self.counts[f"episodes/{how}"] for how in ("done", "length", "timeout", "error"))
         return {name: float(self.counts[name]) for name in COUNTERS} | {"episodes/ended": float(ended)}
 
-    def begin(
-        self,
-        host: Host,
-        rollout: Rollout,
-        kept: Mapping[str, Any] | None = None,
-        recorded: Sequence[Rollout] = (),
-    ) -> None:
-        """Start, or restart, the Episode of a sibling; `host` plays the Rollouts that it opens.
+    def begin(self, rollout: Rollout, kept: Mapping[str, Any] | None = None, recorded: Sequence[Rollout] = ()) -> None:
+        """Start, or restart, the Episode of a sibling.
 
         `rollout`: the one that the group was admitted with. `kept`: values that an earlier process stored by `keep`.
         `recorded`: copies of all Rollouts of an Episode that lost its agent; none of them runs, and calls that the
@@ -150,28 +139,46 @@ class Episodes(RunEnvironment):
         once.restore(kept or {})
         if recorded:
             self.counts["episodes/replayed"] += 1
-        self._agent_runs[place] = AgentRun(self, host, place, rollout.task, rollout.prompt, once, recorded)
+        self._agent_runs[place] = AgentRun(self, rollout, once, recorded)
 
     def unreplayed(self, place: EpisodePlace) -> Mapping[str, int]:
         """Return the recorded Rollouts of an ended Episode that were not replayed to their end: see AgentRun."""
         return self._agent_runs[place].unreplayed if place in self._agent_runs else {}
 
     def on_truncated(self, place: EpisodePlace) -> None:
-        """End the remaining Rollouts, after the host removed the turns that were not replayed."""
+        """End the remaining Rollouts, after the player removed the turns that were not replayed."""
         if place in self._agent_runs:
             self._agent_runs[place].close()
 
     @property
-    def num_running(self) -> int:
-        """Episodes that have not ended."""
-        return sum(not run.over for run in self._agent_runs.values())
+    def pending(self) -> list[asyncio.Future]:
+        """Return the future that ends when `take_requests` has something; none if no agent runs any more."""
+        has_requests = bool(self._requests or self._ended)
+        if not has_requests and all(run.over for run in self._agent_runs.values()):
+            return []
+        if self._wakeup is None or self._wakeup.done():
+            self._wakeup = asyncio.get_running_loop().create_future()
+            if has_requests:
+                self._wakeup.set_result(None)
+        return [self._wakeup]
+
+    def take_requests(self) -> tuple[list[tuple[EpisodePlace, Rollout | None]], list[EpisodePlace]]:
+        """Take the Rollouts to open (None: restart the Episode), and the Episodes that have ended, in order of place.
+
+        A Rollout with the id of the one that the group was admitted with stands for that, with another prompt or role.
+        """
+        requests, self._requests = sorted(self._requests, key=lambda item: item[0]), []
+        ended, self._ended = sorted(self._ended), []
+        return requests, ended
 
     def has(self, place: EpisodePlace) -> bool:
         """Return whether the Episode is running or has ended in this process."""
         return place in self._agent_runs and not self._agent_runs[place].lost
 
     def end_all(self) -> None:
-        """Cancel the episodes of all groups."""
+        """Cancel the episodes of all groups, and discard the requests."""
+        self._requests.clear()
+        self._ended.clear()
         self.end({place[0] for place in self._agent_runs})
 
     def end(self, group_ids: Iterable[int]) -> None:
@@ -199,6 +206,16 @@ class Episodes(RunEnvironment):
 
     # For the agents
 
+    def request(self, place: EpisodePlace, rollout: Rollout | None) -> None:
+        """Request to open a Rollout of the Episode; None: to begin it again. None of its Rollouts plays then."""
+        self._requests.append((place, rollout))
+        self._wake()
+
+    def on_end(self, place: EpisodePlace) -> None:
+        """Request to score the Rollouts of an Episode that has ended."""
+        self._ended.append(place)
+        self._wake()
+
     def may_retry(self, place: EpisodePlace, why: str) -> bool:
         """Count a failure of the workflow, and return whether the Episode may begin again."""
         self._failures[place] += 1
@@ -212,6 +229,10 @@ class Episodes(RunEnvironment):
         return again
 
     # Private
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
 
     def _keep_value(self, place: EpisodePlace, name: str, value: Any) -> None:
         if place in self._agent_runs:
@@ -239,30 +260,20 @@ class _Waiting:
 class AgentRun:
     """One run of the workflow for an Episode.
 
-    `task_prompt`: the task's own prompt. `once`: shared by all runs of the Episode. `recorded`: copies of the Rollouts
-    of an earlier run. `over`: the workflow has ended or was cancelled. `lost`: it was cancelled from outside, as when
-    an event loop ends. `unreplayed`: after the end, the recorded Rollouts with turns that were not replayed, and how
-    many of their tokens were; while there are any, the other Rollouts wait for `close`.
+    `first`: the Rollout that the group was admitted with. `once`: shared by all runs of the Episode. `recorded`: copies
+    of the Rollouts of an earlier run. `over`: the workflow has ended or was cancelled. `lost`: it was cancelled from
+    outside, as when an event loop ends. `unreplayed`: after the end, the recorded Rollouts with turns that were not
+    replayed, and how many of their tokens were; while there are any, the other Rollouts wait for `close`.
     """
 
-    def __init__(
-        self,
-        episodes: Episodes,
-        host: Host,
-        place: EpisodePlace,
-        task: Task,
-        task_prompt: Prompt,
-        once: Once,
-        recorded: Sequence[Rollout] = (),
-    ) -> None:
-        self.episodes, self.place, self.task = episodes, place, task
-        self._host = host
-        self.turns = Turns(place, task, task_prompt, episodes.limits, episodes.counts, recorded)
+    def __init__(self, episodes: Episodes, first: Rollout, once: Once, recorded: Sequence[Rollout] = ()) -> None:
+        self.episodes, self.place, self.task = episodes, (first.group_id, first.sibling), first.task
+        self.turns = Turns(first, episodes.limits, episodes.counts, recorded)
         self.trajectories: list[EpisodeTrajectory] = []
         self.unreplayed: dict[str, int] = {}
         self._playing: dict[str, _Playing] = {}
         self._waiting: dict[str, _Waiting] = {}
-        self._recorded: dict[str, asyncio.Future[Segment | None]] = {}  # answers that the host has not requested yet
+        self._recorded: dict[str, asyncio.Future[Segment | None]] = {}  # answers that the player has not requested yet
         for rollout in recorded:
             if rollout.num_tokens:
                 waiting = _Waiting(rollout, asyncio.get_running_loop().create_future())
@@ -275,7 +286,7 @@ class AgentRun:
         self.over = self.lost = self._restarts = self._cut_off = False
         self._default_reward = Reward(None, error="the workflow gave it no reward")
         self._base_url = "" if episodes.gateway is None else episodes.gateway.base_url
-        self.episode = Episode(episode_name(*place), task, self._base_url, self._new_trajectory, once)
+        self.episode = Episode(episode_name(*self.place), self.task, self._base_url, self._new_trajectory, once)
         self.episode.note_versions(*recorded)
         self._default = self._new_trajectory(MODEL)
         self._clock = AgentClock(episodes.limits.timeout_s, self._on_timeout)
@@ -300,7 +311,7 @@ class AgentRun:
                 playing = _Playing(trajectory, begun, asyncio.get_running_loop().create_future())
                 self._playing[turn.rollout_id] = playing
                 if isinstance(turn, Opened):
-                    self._host.open(turn.rollout)
+                    self.episodes.request(self.place, turn.rollout)
                 else:
                     waiting = self._waiting.pop(turn.rollout_id)
                     waiting.answer.set_result(written(waiting.rollout, turn.tokens))
@@ -328,7 +339,7 @@ class AgentRun:
             self._by_role[key] = self._new_trajectory(role)
         return self._by_role[key]
 
-    # For the host
+    # For the player
 
     async def next(self, rollout: Rollout) -> Segment | None:
         """Hand a finished turn, or a recorded Rollout, to the agent. Return the tokens that the agent's next call
@@ -364,7 +375,7 @@ class AgentRun:
         given = trajectory.final_reward(self._default_reward)
         if self._cut_off and given.advantages is None and self.episodes.limits.precomputed(trajectory.role):
             return Reward(None, error="its episode was cut off before it had an advantage")
-        where = f"trajectory {trajectory.index} (role {trajectory.role!r}) of {self.episode_id}"
+        where = f"trajectory {trajectory.index} (role {trajectory.role!r}) of {self.episode.episode_id}"
         try:
             rewards = divided(given, list(nums.values()), where)
         except ValueError as error:
@@ -389,16 +400,12 @@ class AgentRun:
     # Private
 
     def _new_trajectory(self, role: str) -> EpisodeTrajectory:
-        key = f"rollover-{self.episode_id}-{secrets.token_urlsafe(16)}"
+        key = f"rollover-{self.episode.episode_id}-{secrets.token_urlsafe(16)}"
         trajectory = EpisodeTrajectory(role, key, self.call, self.episodes.chats)
         self.trajectories.append(trajectory)
         if self.episodes.gateway is not None:
             self.episodes.gateway.open(key, partial(self.call_by_key, trajectory))
         return trajectory
-
-    @property
-    def episode_id(self) -> str:
-        return episode_name(*self.place)
 
     async def _turn(self, trajectory: EpisodeTrajectory, call: Call) -> tuple[Opened | Continued | Replayed, int]:
         """Begin the turn that answers the call. Return it, and how many of its tokens are recorded already."""
@@ -433,7 +440,7 @@ class AgentRun:
         if episodes.gateway is not None and "client" in episodes.workflow.wanted:
             values["client"] = episodes.gateway.client(key)
         try:
-            name = f"episode {self.episode_id}"
+            name = f"episode {self.episode.episode_id}"
             answer, failure = await outcome_of(episodes.workflow, values, self._clock.waiting, episodes.lane, name=name)
             if failure is not None:
                 raise failure
@@ -485,7 +492,7 @@ class AgentRun:
             self.episodes.counts["episodes/diverged"] += any(n is not None and r.num_tokens > n for r, n in waiting)
         else:
             self.close()
-        self._host.ended(*self.place)
+        self.episodes.on_end(self.place)
 
     def _last_segment(self, rollout: Rollout) -> Segment | None:
         """Return the Segment that ends a Rollout with an abandoned call; None for others: their last turn ends them."""
@@ -502,7 +509,7 @@ class AgentRun:
     def _restart_if_idle(self) -> None:
         if self._restarts and not self._playing:
             self.episodes.counts["episodes/restarted"] += 1
-            self._host.restart(*self.place)
+            self.episodes.request(self.place, None)
 
 
 _CHECKS_PER_LIMIT, _MAX_INTERVAL_S = 8, 1.0

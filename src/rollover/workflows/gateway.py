@@ -48,7 +48,7 @@ from rollover.openai_wire import (
     model_list,
 )
 from rollover.types import SamplingParams
-from rollover.workflows.calls import MODEL, Call, Reply, UnknownKey, UnknownModel
+from rollover.workflows.conversations import MODEL, Call, Reply, UnknownKey, UnknownModel
 from rollover.workflows.protocol import Workflow
 
 KEEP_ALIVE_S = 2.0

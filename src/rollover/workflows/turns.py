@@ -16,6 +16,8 @@ turns of each recorded Rollout were replayed.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,16 +25,31 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from rollover.envs.protocol import TurnOptions
 from rollover.trajectories import up_to
-from rollover.types import Prompt, Rollout, RolloutState, StopReason, Task
-from rollover.workflows.calls import MODEL, BudgetUsedUp, Call, Reply
-from rollover.workflows.conversations import Continues, Opens, turn_key
+from rollover.types import Prompt, Rollout, RolloutState, StopReason
+from rollover.workflows.conversations import MODEL, BudgetUsedUp, Call, Continues, Opens, Reply
 from rollover.workflows.episode import EpisodeTrajectory
 
 EpisodePlace = tuple[int, int]  # group id, sibling
 FitsCall = Callable[[int, Sequence[int], StopReason | None], bool]
 """(number of tokens before a turn, its tokens, its stop reason; None: unfinished) -> whether it can answer a call."""
+
+
+def turn_key(role: str, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], occurrence: int) -> int:
+    """Return the 64-bit key of a turn within its Episode: equal for the same call of another run of the workflow.
+
+    `prompt`: everything before the turn. `occurrence`: number of earlier turns of the Episode with the same call; equal
+    calls are exchangeable.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(json.dumps([role, max_tokens, list(stop), occurrence]).encode())
+    digest.update(np.asarray(prompt.ids, "<i4").tobytes())
+    for media in prompt.media:
+        digest.update(media.digest.encode())
+    return int.from_bytes(digest.digest(), "little")
 
 
 @dataclass(eq=False)
@@ -179,22 +196,15 @@ class FoundTurn:
 
 
 class Turns:
-    """Turns of one run of the workflow. `task_prompt`: the task's own prompt. `recorded`: copies of the Rollouts that
-    an earlier run left. `options`: of the present turn of each Rollout, by rollout id."""
+    """Turns of one run of the workflow. `first`: the Rollout that the group was admitted with. `recorded`: copies of
+    the Rollouts that an earlier run left. `options`: of the present turn of each Rollout, by rollout id."""
 
     def __init__(
-        self,
-        place: EpisodePlace,
-        task: Task,
-        task_prompt: Prompt,
-        limits: EpisodeLimits,
-        counts: Counter[str],
-        recorded: Sequence[Rollout] = (),
+        self, first: Rollout, limits: EpisodeLimits, counts: Counter[str], recorded: Sequence[Rollout] = ()
     ) -> None:
-        self._place, self._task, self._task_prompt = place, task, task_prompt
-        self._limits, self._counts = limits, counts
+        self._first, self._limits, self._counts = first, limits, counts
         self.options: dict[str, TurnOptions] = {}
-        self._plain_key = turn_key(MODEL, task_prompt, None, (), 0)
+        self._plain_key = turn_key(MODEL, first.prompt, None, (), 0)
         self.record = ReplayRecord(recorded, self._key_of)
         self._num_turns = 0
         self._opened_keys: set[int] = set()  # keys of the calls that opened a Rollout
@@ -329,8 +339,9 @@ class Turns:
         context = self._next_context.get(index, self.record.next_context(index))
         self._next_context[index] = context + 1
         return Rollout(
-            *self._place,
-            self._task,
+            self._first.group_id,
+            self._first.sibling,
+            self._first.task,
             prompt=prompt,
             role=trajectory.role,
             trajectory=index,
@@ -348,7 +359,7 @@ class Turns:
         """Return the key of the call that opened a recorded Rollout."""
         if rollout.turn_key is not None:
             return rollout.turn_key
-        is_plain = rollout.role == MODEL and rollout.prompt == self._task_prompt
+        is_plain = rollout.role == MODEL and rollout.prompt == self._first.prompt
         return self._plain_key if is_plain else None  # unknown in checkpoints of earlier versions
 
 

@@ -12,8 +12,7 @@ import torch
 import tiny
 from rollover.config import EngineConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.protocol import ExtendRequest, StopCriteria
-from rollover.engine.stop import repeats_itself
+from rollover.engine.protocol import ExtendRequest, StopCriteria, repeats_itself
 from rollover.models.attention import PackedAttention, hidden_states
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.types import Prompt, SamplingParams, Segment, StopReason, rollout_seed
@@ -41,7 +40,7 @@ def engine(model=None, kv_on_resume="recompute", **config) -> EmbeddedEngine:
         model if model is not None else tiny.model(),
         EngineConfig(**config),
         kv_on_resume=kv_on_resume,
-        decode_text=lambda ids: tiny.tokenizer().decode(ids),
+        tokenizer=tiny.tokenizer(),
     )
 
 

@@ -23,8 +23,7 @@ from rollover.config import EngineConfig
 from rollover.config.logits import LogitsProcessing
 from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.embedded.sampling import LogitsProcessor
-from rollover.engine.embedded.structures import Structures
-from rollover.engine.process.messages import requests_from_json, requests_to_json
+from rollover.engine.process.engine import requests_from_json, requests_to_json
 from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.types import Prompt, SamplingParams, Segment, StopReason
 
@@ -129,8 +128,7 @@ def test_requests_round_trip_through_json() -> None:
 
 
 def with_structures(**config: Any) -> EmbeddedEngine:
-    tokenizer = tiny.tokenizer()
-    return EmbeddedEngine(tiny.model(), EngineConfig(**config), structures=Structures(tokenizer))
+    return EmbeddedEngine(tiny.model(), EngineConfig(**config), tokenizer=tiny.tokenizer())
 
 
 def asked(

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollover.engine.protocol import ExtendRequest, StopCriteria
-from rollover.engine.stop import MIN_REPEATS, last_of, repeats_itself, smallest_period, stop_reason
+from rollover.engine.protocol import (
+    MIN_REPEATS,
+    ExtendRequest,
+    StopCriteria,
+    last_of,
+    repeats_itself,
+    smallest_period,
+    stop_reason,
+)
 from rollover.types import Prompt, SamplingParams, StopReason
 
 REQUEST = ExtendRequest("0-0", Prompt((1, 2)), (), 40, 0, SamplingParams())

@@ -9,8 +9,7 @@ import pytest
 
 from rollover.envs.chat import answer_decoder
 from rollover.types import Prompt, Rollout, SamplingParams, Segment, StopReason, Task
-from rollover.workflows.calls import Call
-from rollover.workflows.conversations import Chats, Conversations
+from rollover.workflows.conversations import Call, Chats, Conversations
 from unit.envs import templates
 
 ANSWER = "<think>3</think><|start_header_id|>4"

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollover.rollout.cache import RolloutCache
-from rollover.rollout.group_state import groups_to_state
+from rollover.rollout.cache import RolloutCache, groups_to_state
 from rollover.types import (
     DropReason,
     Group,

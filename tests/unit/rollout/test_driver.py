@@ -299,8 +299,8 @@ def test_passes_the_tokens_so_far_budget_seed_and_stops_to_the_engine() -> None:
     run.steps(6)
     resumed = [r for r in engine.requests if r.generated_ids]
     assert resumed and all(r.max_new_tokens + len(r.generated_ids) == 40 for r in engine.requests)
-    assert {r.stop_token_ids for r in engine.requests} == {frozenset({EOS, 9})}
-    assert {r.stop_strings for r in engine.requests} == {("\n",)}
+    assert {r.stop.token_ids for r in engine.requests} == {frozenset({EOS, 9})}
+    assert {r.stop.strings for r in engine.requests} == {("\n",)}
     assert {(r.sampling.temperature, r.sampling.top_k) for r in engine.requests} == {(0.7, 5)}
     by_rollout = {r.rollout_id: r.seed for r in engine.requests}
     assert by_rollout["1-1"] == rollout_seed(3, "t1", 0, 1)

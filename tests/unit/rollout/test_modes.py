@@ -10,7 +10,6 @@ from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.order import load_order
 from rollover.rollout.scheduler import LengthEstimate, Scheduler
-from rollover.staleness import expiry
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, rollout_seed
 from unit.rollout.run import Run, ids, long_tail, uninterrupted_tokens
 from unit.rollout.world import make_segment, make_task
@@ -196,11 +195,12 @@ def test_group_is_stale_without_a_rewarded_rollout_in_bound() -> None:
     group = Group(
         0, make_task(0), Prompt((1,)), [Rollout(0, i, make_task(0), [make_segment(2, v)]) for i, v in [(0, 3), (1, 5)]]
     )
-    assert expiry(group, 1, masks=True) == 6
+    config = RolloutConfig(max_staleness=1, on_stale="mask")
+    assert config.expiry(group) == 6
     group.rollouts[1].reward = Reward(None, error="no reward, no loss")
-    assert expiry(group, 1, masks=True) == 4
+    assert config.expiry(group) == 4
     group.rollouts[1].reward, group.rollouts[1].greedy = Reward(1.0), True
-    assert expiry(group, 1, masks=True) == 4
+    assert config.expiry(group) == 4
 
 
 def test_masked_tokens_are_counted_as_dropped_and_bound_nothing() -> None:

@@ -12,9 +12,8 @@ import pytest
 from local_trainer import build_batch
 from rollover.config import AlgorithmConfig, ReplayConfig
 from rollover.config.rollout import RolloutConfig
-from rollover.engine.process.messages import requests_from_json, requests_to_json
-from rollover.rollout.cache import RolloutCache
-from rollover.rollout.group_state import groups_from_state, groups_to_state
+from rollover.engine.process.engine import requests_from_json, requests_to_json
+from rollover.rollout.cache import RolloutCache, groups_from_state, groups_to_state
 from rollover.rollout.requests import Requests
 from rollover.track.records import RolloutRecorder, read_records, read_rollouts
 from rollover.track.tracker import RecordedGroup

@@ -16,8 +16,7 @@ import numpy as np
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.cache import RolloutCache
 from rollover.rollout.ledger import Ledger
-from rollover.rollout.lifecycle import Lifecycle, acting_in, is_complete
-from rollover.rollout.scheduler_state import token_budget
+from rollover.rollout.lifecycle import Lifecycle, is_complete
 from rollover.staleness import group_staleness
 from rollover.types import (
     DropReason,
@@ -240,7 +239,7 @@ class World:
     def _random_event(self) -> None:
         """A running rollout stops, or is paused with some tokens (its token budget, where there is one)."""
         running = self.lifecycle.cache.running()
-        acting = acting_in(self.cache.groups.values())
+        acting = self.cache.acting()
         assert running or self.awaited or acting, "nothing runs and there is not enough for a step"
         if acting and (not (running or self.awaited) or self.rng.random() < 0.2):
             self._answer(self.rng.choice(acting))
@@ -255,7 +254,7 @@ class World:
         else:
             rollout = self.rng.choice(running)
         if self.config.interrupt == "token_budget":
-            self._extend(rollout, token_budget(rollout, self.config) or None)
+            self._extend(rollout, self.config.pause_after(rollout) or None)
         else:
             self._extend(rollout, None if self.rng.random() < 0.8 else self.rng.randint(self.min_pause_tokens, 3))
 

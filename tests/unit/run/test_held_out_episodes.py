@@ -15,8 +15,7 @@ from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
 from rollover.run.evaluate import EvalAnswers, EvalTasks, answer_tasks, check_roles, summarize
 from rollover.types import Segment, Task
-from rollover.workflows.calls import BudgetUsedUp
-from rollover.workflows.conversations import Chats
+from rollover.workflows.conversations import BudgetUsedUp, Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.protocol import WorkflowFunction
 from rollover.workflows.turns import EpisodeLimits
@@ -60,7 +59,7 @@ class Evaluation:
 
     def run(self) -> EvalAnswers:
         found = virtual_time.run(self.found())
-        assert not self.training.counts and not self.training.num_running
+        assert not self.training.counts and not self.training.pending
         return found
 
 

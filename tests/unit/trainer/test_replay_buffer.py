@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.config import ReplayConfig
-from rollover.rollout.group_state import groups_to_state
+from rollover.rollout.cache import groups_to_state
 from rollover.trainer.replay_buffer import KeptGroup, ReplayBuffer, signal
 from samples import group, rollout, segment
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollover.workers.log_file import LogFile
+from rollover.workers.worker import LogFile
 
 
 def write(log: LogFile, *lines: str) -> None:

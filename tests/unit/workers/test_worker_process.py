@@ -19,8 +19,7 @@ import pytest
 from rollover.process_tree import has_ended
 from rollover.processes import child_environment
 from rollover.workers.framing import BadMessage
-from rollover.workers.log_file import LogFile
-from rollover.workers.worker import Reply, Worker, WorkerDied, WorkerLimits
+from rollover.workers.worker import LogFile, Reply, Worker, WorkerDied, WorkerLimits
 
 TESTS = Path(__file__).parents[2]
 LIMIT_S = 60.0  # of a machine with other things to do

@@ -55,7 +55,13 @@ class ScriptedHost:
             if self.episodes.workflow.over_http:
                 await self.episodes.start()
             self._begin()
-            await self.over.wait()
+            while not self.over.is_set():
+                await asyncio.wait(self.episodes.pending)
+                requests, ended = self.episodes.take_requests()
+                for _, rollout in requests:
+                    self._restart() if rollout is None else self._open(rollout)
+                for _ in ended:
+                    self._on_end()
             if self.playing:
                 await asyncio.wait(self.playing)
             self.episodes.end([0])
@@ -65,27 +71,23 @@ class ScriptedHost:
     def _begin(self) -> None:
         self.rollouts.clear()
         first = Rollout(0, 0, self.task, prompt=self.task_prompt)
-        self.episodes.begin(self, first)
+        self.episodes.begin(first)
 
-    # Host
-
-    def open(self, rollout: Rollout) -> None:
+    def _open(self, rollout: Rollout) -> None:
         assert rollout.rollout_id not in self.rollouts
         self.rollouts[rollout.rollout_id] = rollout
         task = asyncio.ensure_future(self._play(rollout))
         self.playing.add(task)
         task.add_done_callback(self.playing.discard)
 
-    def restart(self, group_id: int, sibling: int) -> None:
+    def _restart(self) -> None:
         self.restarts += 1
         for task in self.playing:
             task.cancel()
         self._begin()
 
-    def ended(self, group_id: int, sibling: int) -> None:
+    def _on_end(self) -> None:
         self.over.set()
-
-    # Private
 
     async def _play(self, rollout: Rollout) -> None:
         while True:

@@ -11,8 +11,7 @@ import pytest
 
 from rollover.functions import FunctionError
 from rollover.types import Reward, StopReason
-from rollover.workflows.calls import BudgetUsedUp, Call, CallRefused
-from rollover.workflows.conversations import Chats, Conversations
+from rollover.workflows.conversations import BudgetUsedUp, Call, CallRefused, Chats, Conversations
 from rollover.workflows.protocol import WorkflowFunction, as_answer, as_reward
 from unit.envs import templates
 from unit.workflows.scripted_host import ScriptedHost
@@ -211,12 +210,10 @@ def test_calls_with_limits_share_max_tokens_without_waiting():
 
     host = ScriptedHost(talk, says("four!"), max_tokens=4)
     host.hold = asyncio.Event()
-    begun: list[str] = []
-    host.open, opened = (lambda rollout: (begun.append(rollout.role), opened(rollout))), host.open  # type: ignore[method-assign]
 
     async def main() -> None:
         playing = asyncio.ensure_future(host.play())
-        while len(begun) < 2:
+        while len(host.rollouts) < 2:
             await asyncio.sleep(0)
         assert host.hold is not None
         host.hold.set()

@@ -13,7 +13,7 @@ import pytest
 
 from rollover.http_server import HttpServer
 from rollover.types import SamplingParams, StopReason
-from rollover.workflows.calls import BudgetUsedUp, Call, Reply, ToolCall
+from rollover.workflows.conversations import BudgetUsedUp, Call, Reply, ToolCall
 from rollover.workflows.gateway import Gateway
 from rollover.workflows.protocol import WorkflowFunction
 

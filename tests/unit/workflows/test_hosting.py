@@ -20,8 +20,7 @@ import virtual_time
 from fake_engine import FakeEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.types import DropReason, Group, Rollout, RolloutState, Segment
-from rollover.workflows.calls import BudgetUsedUp
-from rollover.workflows.conversations import Chats
+from rollover.workflows.conversations import BudgetUsedUp, Chats
 from rollover.workflows.episodes import Episodes
 from rollover.workflows.protocol import WorkflowFunction
 from rollover.workflows.turns import EpisodeLimits

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rollover.types import Reward
-from rollover.workflows.calls import BudgetUsedUp, Call
-from rollover.workflows.conversations import LARGE_CHARACTERS, Conversations
+from rollover.workflows.conversations import LARGE_CHARACTERS, BudgetUsedUp, Call, Conversations
 from unit.workflows.scripted_host import ScriptedHost
 
 MORE = {"role": "user", "content": "More"}

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollover.types import Prompt
-from rollover.workflows.conversations import Break, Conversation, Match, canonical, match, text_of, turn_key
+from rollover.workflows.conversations import Break, Conversation, Match, canonical, match, text_of
+from rollover.workflows.turns import turn_key
 
 OPENING = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
 ANSWER = {"role": "assistant", "content": "4"}

@@ -12,8 +12,7 @@ import pytest
 from rollover.envs.protocol import written
 from rollover.trajectories import up_to
 from rollover.types import Rollout, SamplingParams, Segment, StopReason, Task
-from rollover.workflows.calls import Call
-from rollover.workflows.conversations import Chats
+from rollover.workflows.conversations import Call, Chats
 from rollover.workflows.episode import EpisodeTrajectory
 from rollover.workflows.turns import Continued, EpisodeLimits, Opened, Replayed, Turns
 from unit.envs import templates
@@ -34,7 +33,9 @@ class Run:
 
     def __init__(self, recorded: Sequence[Rollout] = (), **limits: Any) -> None:
         self.counts: Counter[str] = Counter()
-        self.turns = Turns((0, 0), TASK, PROMPT, EpisodeLimits(400, 2000, **limits), self.counts, recorded)
+        self.turns = Turns(
+            Rollout(0, 0, TASK, prompt=PROMPT), EpisodeLimits(400, 2000, **limits), self.counts, recorded
+        )
         self.rollouts: dict[str, Rollout] = {}
 
     def trajectory(self, role: str = "policy") -> EpisodeTrajectory:

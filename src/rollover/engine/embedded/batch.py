@@ -17,8 +17,7 @@ import numpy as np
 
 from rollover.engine.embedded.kv_cache import KVCache, RowOwner
 from rollover.engine.embedded.sampling import LogitsProcessor
-from rollover.engine.protocol import ExtendRequest
-from rollover.engine.stop import stop_reason
+from rollover.engine.protocol import ExtendRequest, stop_reason
 from rollover.models.vision import NO_IMAGES, ImagePlaces
 from rollover.types import Prompt, Segment, StopReason
 

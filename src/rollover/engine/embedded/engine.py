@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
@@ -39,8 +39,8 @@ KVPolicy = Literal["recompute", "keep", "salt"]
 class EmbeddedEngine:
     """Engine with continuous batching over `model` (its own copy, in compute dtype).
 
-    `decode_text`: token ids -> text, for stop strings. `structures`: for structured answers. `processor`: for images.
-    `tower_changes`: new weights change the vision tower.
+    `tokenizer`: for stop strings and structured answers. `processor`: for images. `tower_changes`: new weights change
+    the vision tower.
     """
 
     def __init__(
@@ -49,8 +49,7 @@ class EmbeddedEngine:
         config: EngineConfig,
         *,
         kv_on_resume: KVPolicy = "recompute",
-        decode_text: Callable[[list[int]], str] | None = None,
-        structures: Structures | None = None,
+        tokenizer: Any = None,
         team: Team | None = None,
         processor: Pixels | None = None,
         tower_changes: bool = True,
@@ -74,8 +73,8 @@ class EmbeddedEngine:
         self._batcher = Batcher(cache, config.max_running)
         self._limits = ModelLimits.from_model(model)
         self._kv_policy: KVPolicy = kv_on_resume
-        self._decode_text = decode_text
-        self._structures = structures
+        self._tokenizer = tokenizer
+        self._structures = None if tokenizer is None else Structures(tokenizer)
         self._num_logits = len(model.get_output_embeddings().weight)
         self._version = 0
         self._team = team or Team()
@@ -98,16 +97,14 @@ class EmbeddedEngine:
     @classmethod
     def over(cls, model: Any, loaded: LoadedModel, config: Config) -> EmbeddedEngine:
         """Return an engine that owns `model`, in compute dtype: that of `loaded`, or a copy."""
-        tokenizer, tower_changes = loaded.tokenizer, loaded.processor is not None and trains_tower(loaded.model)
         return cls(
             model.requires_grad_(False),
             config.engine,
             kv_on_resume=config.rollout.kv_on_resume,
-            decode_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-            structures=Structures(tokenizer),
+            tokenizer=loaded.tokenizer,
             team=Team.from_config(config.run, next(model.parameters()).device),
             processor=loaded.processor,
-            tower_changes=tower_changes,
+            tower_changes=loaded.processor is not None and trains_tower(loaded.model),
         )
 
     @property
@@ -147,8 +144,8 @@ class EmbeddedEngine:
                 f" fit: the model has {self._limits.positions or 'unlimited'} positions, engine.kv_memory_gb holds"
                 f" {self._batcher.cache.max_tokens}. Lower rollout.max_new_tokens or tasks.max_prompt_tokens"
             )
-        if request.stop_strings and self._decode_text is None:
-            raise ValueError("stop strings need the engine's decode_text")
+        if request.stop.strings and self._tokenizer is None:
+            raise ValueError("stop strings need the engine's tokenizer")
         try:  # here it fails this rollout alone
             images = image_places(self._vision, request.shown)
             images.check_text_follows(len(request.prompt) + len(request.generated_ids))
@@ -208,12 +205,15 @@ class EmbeddedEngine:
             tokens, logprobs = sample(logits_BV, [s.request.sampling for s in order], draws_B, self._runner.kernels)
         for seq, token, logprob in zip(order, tokens, logprobs, strict=True):
             seq.append(token, logprob)
-            reason = seq.stop_reason(self._decode_text)
+            reason = seq.stop_reason(self._decoded)
             if seq.on_token is not None:
                 seq.on_token(token, logprob, reason)
             if reason is not None:
                 self._batcher.retire(seq, keep_kv=seq.keeps_kv(reason))
                 seq.resolve(self._version, reason)
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _discard_cancelled(self) -> None:
         for seq in [s for s in self._batcher.active() if s.future is not None and s.future.cancelled()]:

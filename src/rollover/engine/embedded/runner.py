@@ -31,7 +31,7 @@ from rollover.models.logprobs import Head
 from rollover.models.operations import TorchOperations
 from rollover.models.packed import float32_product
 from rollover.models.vision import ImageTokens, RowImages, Vision, joined_positions
-from rollover.weights.protocol import NamedTensors, WeightHolder
+from rollover.weights import NamedTensors, WeightHolder
 
 if TYPE_CHECKING:
     import torch

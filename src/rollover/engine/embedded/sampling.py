@@ -31,7 +31,7 @@ class LogitsProcessor:
         self._options = request.processing
         self._check(request, vocab_size)
         self._answer_start = len(request.prompt) + request.text_start
-        self._stop_ids = torch.tensor(sorted(t for t in request.stop_token_ids if t < vocab_size), dtype=torch.long)
+        self._stop_ids = torch.tensor(sorted(t for t in request.stop.token_ids if t < vocab_size), dtype=torch.long)
         self._bias_V = _bias(self._options, vocab_size)
         self._seen_V = torch.zeros(vocab_size, dtype=torch.bool)
         self._times_V = torch.zeros(vocab_size)
@@ -73,7 +73,7 @@ class LogitsProcessor:
         ids = (*options.forced_token_ids, *(token for token, _ in options.logit_bias))
         if ids and max(ids) >= vocab_size:
             raise ValueError(f"rollout.logits names the token {max(ids)}, and the model has {vocab_size} tokens")
-        if options.structured and not request.stop_token_ids:
+        if options.structured and not request.stop.token_ids:
             raise ValueError("rollout.logits: an answer with a structure has to end by a stop token, and there is none")
 
     def _read(self, tokens: Seq[int]) -> None:

@@ -1,5 +1,4 @@
 """The embedded engine in a child process.
 
-engine.py (the contract, restarts, and the client of one process), child.py (main of the process), messages.py (requests
-and segments as JSON).
+engine.py (the contract, restarts, the client of one process, and the messages), child.py (main of the process).
 """

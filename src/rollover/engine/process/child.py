@@ -13,7 +13,7 @@ from rollover.config import Config
 from rollover.config.table import UNSETTLED
 from rollover.engine.build import embedded_engine
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.process.messages import requests_from_json, segments_to_json
+from rollover.engine.process.engine import requests_from_json, segments_to_json
 from rollover.models.allocator import keep_few_shapes, keep_freed_memory
 from rollover.models.devices import dtype_of, engine_device
 from rollover.models.load import load_model

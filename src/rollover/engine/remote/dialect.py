@@ -29,7 +29,7 @@ _MOST_TOKEN = 2**31  # a Segment has 32 bits for each
 class GenerateRequest:
     """Request for at most `max_tokens` (>= 1) after `token_ids`: the prompt of `extend` and all generated tokens.
 
-    It ends only at `extend.stop_token_ids`. The server may not use KV cached under another `cache_salt`, nor images
+    It ends only at `extend.stop.token_ids`. The server may not use KV cached under another `cache_salt`, nor images
     encoded under another `image_salt`. `images`: of `encode_images`.
     """
 

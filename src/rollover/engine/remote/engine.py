@@ -28,7 +28,7 @@ from rollover.engine.remote.fleet import Fleet, Router
 from rollover.engine.remote.hosts import ServerHost, longest_rollout, make_hosts
 from rollover.engine.remote.server import Attempt, Server, ServerSettings
 from rollover.types import Segment, StopReason
-from rollover.weights.protocol import NamedTensors, WeightUpdate
+from rollover.weights import NamedTensors, WeightUpdate
 from rollover.weights.weights_file import WeightsFile
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class RemoteEngine:
                 " servers take. Lower rollout.max_new_tokens or tasks.max_prompt_tokens, or start them with more"
             )
         if self._setup.vocab_size is not None:
-            known = frozenset(token for token in request.stop_token_ids if token < self._setup.vocab_size())
+            known = frozenset(token for token in request.stop.token_ids if token < self._setup.vocab_size())
             request = replace(request, stop=replace(request.stop, token_ids=known))
         if never := self._setup.placeholders():
             request = replace(request, processing=without(request.processing, never))

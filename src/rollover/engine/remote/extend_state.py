@@ -11,9 +11,8 @@ from itertools import groupby
 
 import numpy as np
 
-from rollover.engine.protocol import ExtendRequest
+from rollover.engine.protocol import ExtendRequest, last_of, stop_reason
 from rollover.engine.remote.dialect import Span, version_of
-from rollover.engine.stop import last_of, stop_reason
 from rollover.types import Segment, StopReason
 
 

@@ -21,7 +21,7 @@ from rollover.engine.remote.dialect import ServerDialect, version_of
 from rollover.engine.remote.extend_state import ExtendState
 from rollover.engine.remote.hosts import ServerHost
 from rollover.engine.remote.server import COUNTS, Server, ServerSettings
-from rollover.weights.protocol import WeightUpdate
+from rollover.weights import WeightUpdate
 from rollover.workers.pool import Pool, RequestQueue, set_within
 
 

@@ -29,7 +29,7 @@ from rollover.engine.remote.client import ServerClient, ServerFailed, ServerRefu
 from rollover.engine.remote.dialect import ServerDialect
 from rollover.http_guard import TOKEN_VARIABLE, token
 from rollover.processes import brief_waiting, child_command, child_environment
-from rollover.workers.log_file import LogFile
+from rollover.workers.worker import LogFile
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from rollover.engine.remote.dialect import Chunk, GenerateRequest, ServerDialect
 from rollover.engine.remote.extend_state import ExtendState
 from rollover.engine.validate import valid_logprobs
 from rollover.types import Media
-from rollover.weights.protocol import WeightUpdate
+from rollover.weights import WeightUpdate
 
 _ABORT_AGAIN_S = 0.05  # at first; then twice as long each time
 _ABORT_AGAIN_MAX_S = 2.0

@@ -197,7 +197,7 @@ def request_body(request: GenerateRequest) -> dict[str, Any]:
             "seed": request.seed,
             "logprobs": 0,
             "ignore_eos": True,  # the stop tokens are those of the request
-            "stop_token_ids": sorted(request.extend.stop_token_ids),
+            "stop_token_ids": sorted(request.extend.stop.token_ids),
             **_processing(request),
         },
     }

@@ -16,13 +16,10 @@ Owns the process until SIGTERM or Ctrl-C, the connections, and the JSON of respo
 
 from __future__ import annotations
 
-import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -31,21 +28,18 @@ from starlette.types import Receive, Scope, Send
 
 import rollover
 from rollover.config import Config
-from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.server.requests import GenerateBody, choice, flag, text_field
 from rollover.engine.server.service import TAGS, RequestStream, Service, TokenChunk
 from rollover.engine.server.texts import AbortedWithClient, TextEndpoints
 from rollover.http_guard import token
 from rollover.http_server import HttpServer, body_of, end_of_service
-from rollover.logs import terminal
 from rollover.models.devices import dtype_of, engine_device
-from rollover.models.load import load_model, stop_token_ids
+from rollover.models.load import load_model
 from rollover.models.threads import prepare_process
 from rollover.openai_wire import DONE, Refusal, checked, event, finite, json_of, model_list, usage
 
 MOST_BODY_BYTES = 2**26
 _LAST_CHUNKS_S = 1.0
-_BROKEN = 1  # exit code
 _Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -332,30 +326,6 @@ async def serve(config: Config, host: str, port: int, ready: Callable[[str], Non
 
 
 def make_service(config: Config) -> Service:
-    """Return a service of the configuration's model. Clients control its KV, by cache_salt and clear_cache."""
+    """Return a service of the configuration's model."""
     prepare_process(config)
-    loaded = load_model(config.model, dtype=dtype_of(config), device=engine_device(config))
-    model_bytes = sum(weight.numel() * weight.element_size() for weight in loaded.model.parameters())
-    rollout = config.rollout.model_copy(update={"kv_on_resume": "keep"})
-    tokenizer = loaded.tokenizer
-    engine = EmbeddedEngine.over(loaded.model, loaded, config.model_copy(update={"rollout": rollout}))
-    return Service(
-        engine,
-        model_name=config.model.path,
-        eos=stop_token_ids(loaded, []),
-        tokenizer=tokenizer,
-        load=_load,
-        fail=_end_process,
-        model_bytes=model_bytes,
-        processor=loaded.processor,
-    )
-
-
-def _load(path: str) -> Mapping[str, torch.Tensor]:
-    return load_file(path)
-
-
-def _end_process(reason: str) -> None:
-    """End the process at once: no token may be sampled with half a model."""
-    terminal.error(f"{reason}: the server ends")
-    os._exit(_BROKEN)
+    return Service(load_model(config.model, dtype=dtype_of(config), device=engine_device(config)), config)

@@ -12,23 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
+from rollover.config import Config
+from rollover.engine.embedded.engine import EmbeddedEngine
 from rollover.engine.protocol import ExtendRequest
 from rollover.engine.server.requests import GenerateBody, ImagePart
+from rollover.logs import terminal
+from rollover.models.load import LoadedModel, stop_token_ids
+from rollover.models.vision import Pixels
 from rollover.openai_wire import Refusal, finish_reason
 from rollover.types import Media, StopReason
 from rollover.weights.verifier import Verifier, shapes_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from rollover.engine.embedded.engine import EmbeddedEngine
-    from rollover.models.vision import Pixels
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class TokenChunk:
 
 NO_UPDATE_YET = "default"
 TAGS = ("weights", "kv_cache")
+_BROKEN = 1  # exit code
 _LOAD_S = 60.0  # to map a verified file
 _MAX_CHECKED = 10_000  # images that are remembered as valid
 _DRAIN_S = 1.0  # a client that does not read must not delay a weight update
@@ -84,30 +88,16 @@ class CheckedImages:
 
 
 class Service:
-    """Service of `engine` as `model_name`.
+    """Service of the model `loaded`, by the name of its path. Clients control its KV, by cache_salt and clear_cache."""
 
-    `eos`: token ids that end an answer. `load`: reads the tensors of a verified file. `model_bytes`: size of all
-    weights. `processor`: of a model that takes images. `fail` is called with the reason when an update failed half-way,
-    so that weights of two versions may be mixed.
-    """
-
-    def __init__(
-        self,
-        engine: EmbeddedEngine,
-        *,
-        model_name: str,
-        eos: Collection[int],
-        tokenizer: Any,
-        load: Callable[[str], Mapping[str, torch.Tensor]],
-        fail: Callable[[str], None],
-        model_bytes: int,
-        processor: Pixels | None = None,
-    ) -> None:
-        self.engine, self.model_name = engine, model_name
-        self._eos, self.tokenizer, self._load, self._fail = eos, tokenizer, load, fail
-        self._images = CheckedImages(processor)
+    def __init__(self, loaded: LoadedModel, config: Config) -> None:
+        self.model_name, self.tokenizer = config.model.path, loaded.tokenizer
+        self._eos = stop_token_ids(loaded, [])
+        self._images = CheckedImages(loaded.processor)
         self.label = NO_UPDATE_YET
-        self.verifier = Verifier(model_bytes)
+        self.verifier = Verifier(sum(weight.nbytes for weight in loaded.model.parameters()))
+        rollout = config.rollout.model_copy(update={"kv_on_resume": "keep"})
+        self.engine = EmbeddedEngine.over(loaded.model, loaded, config.model_copy(update={"rollout": rollout}))
         self.streams: dict[str, RequestStream] = {}
         """Requests in flight, by the engine's rollout id."""
         self.num_prompt_tokens = self.num_ended_tokens = self.num_updates = 0
@@ -272,8 +262,10 @@ class Service:
             try:
                 await self.engine.load_weights(self.num_updates + 1, tensors.items())
             except Exception as error:
-                self._fail(f"the weights of {path} were loaded in part only ({type(error).__name__}: {error})")
-                raise
+                why = f"the weights of {path} were loaded in part only ({type(error).__name__}: {error})"
+                terminal.error(f"{why}: the server ends")
+                os._exit(_BROKEN)  # at once: no token may be sampled with half a model
+                raise  # tests replace os._exit
             self.num_updates, self._has_weights = self.num_updates + 1, True
 
     def _read(self, path: str, sha256: str) -> Mapping[str, torch.Tensor]:
@@ -281,7 +273,7 @@ class Service:
         shapes = {name: shape for name, (_, shape) in shapes_of(path).items()}
         if reason := self.engine.load_error(shapes):
             raise ValueError(f"{path} {reason}")
-        return self._load(path)
+        return load_file(path)
 
     def finish_update(self, label: str | None) -> None:
         """Finish an update: tokens carry this label from now on; None: the old one."""

@@ -19,9 +19,9 @@ from jinja2 import TemplateError
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from rollover.engine.protocol import before_stop
 from rollover.engine.server.requests import GenerateBody, SamplingFields
 from rollover.engine.server.service import RequestStream, Service, TokenChunk
-from rollover.engine.stop import before_stop
 from rollover.http_server import until_gone
 from rollover.models.chat_template import prompt_arguments
 from rollover.openai_wire import (

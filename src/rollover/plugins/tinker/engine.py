@@ -156,7 +156,7 @@ class TinkerEngine:
         params = types.SamplingParams(
             max_tokens=num_tokens,
             seed=_chunk_seed(request.seed, len(before) - len(request.prompt)),
-            stop=sorted(request.stop_token_ids),
+            stop=sorted(request.stop.token_ids),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or -1,

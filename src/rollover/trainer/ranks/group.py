@@ -19,8 +19,7 @@ from rollover.functions import FunctionError
 from rollover.processes import child_environment
 from rollover.trainer.backend import BackendLost
 from rollover.trainer.ranks import process
-from rollover.workers.log_file import LogFile
-from rollover.workers.worker import Reply, Worker, WorkerLimits
+from rollover.workers.worker import LogFile, Reply, Worker, WorkerLimits
 
 Answers = dict[int, dict[str, Any]]
 """rank -> its result."""

@@ -64,9 +64,9 @@ class Host(ScriptedHost):
     def _begin(self) -> None:
         self.rollouts.clear()
         for sibling in range(self.num):
-            self.episodes.begin(self, Rollout(0, sibling, self.task, prompt=self.task_prompt))
+            self.episodes.begin(Rollout(0, sibling, self.task, prompt=self.task_prompt))
 
-    def ended(self, group_id: int, sibling: int) -> None:
+    def _on_end(self) -> None:
         self.left -= 1
         if not self.left:
             self.over.set()

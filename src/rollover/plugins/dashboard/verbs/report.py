@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rollover.commands.verb import Overrides, Verb
+from rollover.commands import Overrides, Verb
 from rollover.plugins.dashboard.verbs.view import add_run_dirs, open_runs
 
 

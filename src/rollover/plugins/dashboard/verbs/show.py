@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollover.commands.verb import Overrides, Verb, positive
+from rollover.commands import Overrides, Verb, positive
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollover.commands.verb import Overrides, Verb
+from rollover.commands import Overrides, Verb
 
 if TYPE_CHECKING:
     from rollover.track.trace import TraceEvent

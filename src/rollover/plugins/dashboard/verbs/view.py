@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from rollover.commands import Overrides, Verb
 from rollover.commands.serve import host, port
-from rollover.commands.verb import Overrides, Verb
 
 if TYPE_CHECKING:
     from rollover.plugins.dashboard.run_data import RunData

@@ -277,10 +277,8 @@ def test_the_page_lists_what_each_function_may_look_at_and_every_option() -> Non
     groups = {f"rollover.{kind}" for kind in registry.KINDS}
     assert groups <= named, "every kind of entry point"
     options = {key for key in named if "." in key} - groups
-    # Every option whose description speaks of the user's own function or class has its row.
-    own = {
-        name for name, info in leaves() if re.search(r"[Yy]our own (async )?(function|class)", info.description or "")
-    }
+    # Every option whose description names a custom function or class has its row.
+    own = {name for name, info in leaves() if re.search(r"[Cc]ustom (async )?(function|class)", info.description or "")}
     sources = {
         name for name, info in leaves(TaskSourceConfig, "tasks.sources.") if "path.py:" in (info.description or "")
     }

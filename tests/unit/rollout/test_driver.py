@@ -179,14 +179,6 @@ def test_sync_does_not_depend_on_the_order_in_which_scores_arrive(random) -> Non
         assert_same_groups(ours, theirs)
 
 
-def test_what_arrives_together_is_handled_in_group_order() -> None:
-    run = Run(lengths=lambda seed: 4, groups_per_step=4)
-    run.steps(1)
-    assert [e.group.group_id for e in run.events if e.kind is EventKind.READY] == [0, 1, 2, 3]
-    finished = [e.rollout.rollout_id for e in run.events if e.kind is EventKind.FINISH and e.rollout]
-    assert finished == [f"{group}-{sibling}" for group in range(4) for sibling in range(2)]
-
-
 def test_what_arrives_together_is_handled_in_group_order_however_it_was_started(tmp_path: Path) -> None:
     """An order of one's own resumes the newest first: they begin, and end, in the reverse of the group order."""
     (tmp_path / "mine.py").write_text("def newest(view):\n    return (-view.group_id, -view.sibling)\n")

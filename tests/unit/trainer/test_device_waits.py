@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_trainer import trainer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tiny
-from local_trainer import local_trainer
-from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models import kernels
 from rollover.trainer.batch import Batch
 from rollover.trainer.tally import Tally, totals_of
@@ -56,17 +54,11 @@ class Transfers(TorchFunctionMode):
 
 def waits(micro_batch_tokens: int, algorithm: dict[str, Any], num_groups: int) -> Counter[str]:
     """Of one training step."""
-    trainer = local_trainer(
-        tiny.loaded(),
-        TrainConfig(micro_batch_tokens=micro_batch_tokens, minibatches_per_step=2),
-        AlgorithmConfig.model_validate(algorithm),
-        dtype=torch.float32,
-        max_new_tokens=16,
-    )
+    made = trainer(algorithm, micro_batch_tokens=micro_batch_tokens, minibatches_per_step=2)
     batch = Batch(random_samples(1, num_groups, 4))
-    trainer.train_step(batch)
+    made.train_step(batch)
     with Waits() as counted, Transfers(counted.found):
-        trainer.train_step(batch)
+        made.train_step(batch)
     return counted.found
 
 

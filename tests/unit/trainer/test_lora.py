@@ -150,16 +150,14 @@ ENGINE_TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
 FAMILIES = ("llama", "qwen2", "gemma3_text")
 
 
-def trained(
-    family: str, dtype: torch.dtype, *, alpha: float = 8.0, steps: int = 20, base: Path | None = None
-) -> Trainer:
+def trained(family: str, dtype: torch.dtype, *, steps: int = 20, base: Path | None = None) -> Trainer:
     torch.manual_seed(3)
     made = tiny_trainer.trainer(
         loaded=tiny.loaded(family) if base is None else load_model(ModelConfig(path=str(base))),
         learning_rate=1e-5,
         adam_eps=1e-8,
         dtype=dtype,
-        lora=LoraConfig(rank=4, alpha=alpha, target_modules=ENGINE_TARGETS),
+        lora=LoraConfig(rank=4, alpha=10.6, target_modules=ENGINE_TARGETS),  # a scale that bfloat16 has not
     )
     for _ in range(steps):
         made.train_step(Batch(random_samples(1)))
@@ -212,12 +210,6 @@ def test_engine_and_trainer_agree_after_training(family: str, dtype: torch.dtype
     assert difference(trainer, family, dtype, tensors.items()) < max(1.2 * before, 1e-4)
     moved = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
     assert difference(trainer, family, dtype, moved.items()) > 2e-4, "the training is not to be seen"
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_scale_that_bfloat16_has_not_agrees_too(family: str) -> None:
-    trainer = trained(family, torch.bfloat16, alpha=5.3)
-    assert difference(trainer, family, torch.bfloat16, at_once(trainer.backend.publish())) < 1e-4
 
 
 def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

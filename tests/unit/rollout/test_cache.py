@@ -165,12 +165,11 @@ SAMPLING = st.builds(SamplingParams, st.floats(0, 2), st.floats(0.1, 1), st.inte
 def segment_lists(draw: st.DrawFn) -> list[Segment]:
     segments = []
     for size in draw(st.lists(st.integers(1, 4), max_size=3)):
-        ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=size, max_size=size))
-        logprobs = draw(st.lists(st.floats(-100, 0, width=32), min_size=size, max_size=size))
+        rng = np.random.default_rng(draw(st.integers(0, 1000)))
         segments.append(
             Segment(
-                np.array(ids, dtype=np.int32),
-                np.array(logprobs, dtype=np.float32),
+                rng.integers(0, 2**31, size, dtype=np.int32),
+                -100 * rng.random(size, dtype=np.float32),
                 draw(st.integers(0, 1000)),
                 draw(SAMPLING),
                 draw(st.sampled_from([StopReason.PAUSED, StopReason.EOS, StopReason.LENGTH])),

@@ -19,7 +19,7 @@ def _loss(model, flat: list[int], positions: list[int], attention: PackedAttenti
     return logprobs, (logprobs * weights).sum()
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
 def test_shared_prompt_equals_full_rows(family: str) -> None:
     model = tiny.model(family)
     generator = torch.Generator().manual_seed(5)
@@ -77,11 +77,11 @@ def test_chunked_logprobs_equal_log_softmax_and_its_gradient(softcap: float | No
     plain = torch.log_softmax(logits / temperature[:, None], -1)
     torch.testing.assert_close(got, plain.gather(1, targets[:, None])[:, 0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, -(plain.exp() * plain).sum(-1), atol=1e-4, rtol=1e-4)
-    upstream = torch.randn(37)
-    wanted = torch.autograd.grad(
-        (plain.gather(1, targets[:, None])[:, 0] * upstream).sum(), (hidden, weight, bias), retain_graph=True
-    )
-    for x, y in zip(torch.autograd.grad((got * upstream).sum(), (hidden, weight, bias)), wanted, strict=True):
+    factors = torch.randn(2, 37)
+    picked = plain.gather(1, targets[:, None])[:, 0]
+    wanted = (factors[0] * picked - factors[1] * (plain.exp() * plain).sum(-1)).sum()
+    ours, inputs = (factors[0] * got + factors[1] * entropy).sum(), (hidden, weight, bias)
+    for x, y in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(wanted, inputs), strict=True):
         torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
 

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -180,6 +180,18 @@ class FakeEngine:
         if self._decode_text is None:
             request = replace(request, stop=replace(request.stop, strings=()))
         return stop_reason(request, len(new), last_of(request, new), self._decode_text)
+
+
+class RecordingEngine(FakeEngine):
+    """A fake engine that keeps the requests that it gets."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.requests: list[ExtendRequest] = []
+
+    async def extend(self, request: ExtendRequest) -> list[Segment]:
+        self.requests.append(request)
+        return await super().extend(request)
 
 
 def _hash(*parts: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,17 +93,3 @@ def test_roomy_rows_save_the_moving() -> None:
     for num in (60, 120, 190, 250):
         assert all(kv.reserve(seq, num) for seq in seqs)
         assert {size: len(b.owners) for size, b in kv.buckets.items()} == {256: 8}
-
-
-def test_preempted_rollouts_give_the_same_tokens() -> None:
-    """A cache too small for all: the result is that of a large one."""
-    from unit.engine.test_embedded import engine, request
-
-    requests = [request(f"0-{i}", "q:1+1\na:", 60) for i in range(8)]
-
-    async def go(target):
-        return [s.token_ids.tolist() for (s,) in await asyncio.gather(*[target.extend(r) for r in requests])]
-
-    large, small = engine(), engine(kv_memory_gb=0.00035)
-    assert asyncio.run(go(large)) == asyncio.run(go(small))
-    assert small.stats()["engine/preemptions"] > 0 and large.stats()["engine/preemptions"] == 0

@@ -1,8 +1,10 @@
-"""What may be loaded: whole weights of a family that can be run (docs/models.md)."""
+"""What may be loaded: whole weights of a family that can be run (docs/models.md); outlines without weights; and the
+tokenizer that a model is saved with."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -19,7 +22,8 @@ from transformers import AutoConfig
 import models_table
 import tiny
 from rollover.config import ModelConfig
-from rollover.models.load import load_model, load_outline, max_positions, resolve_path
+from rollover.models.load import load_model, load_outline, make_outline, max_positions, resolve_path
+from rollover.models.save import save_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -226,3 +230,94 @@ def test_a_converted_model_needs_no_package(without_the_weights: Path, monkeypat
     folder.mkdir(parents=True)
     (folder / "rollover-cache.json").write_text('{"source": "x", "files": {}}')
     assert resolve_path(ModelConfig()) == str(folder)
+
+
+# Outlines
+
+CODE = "from pathlib import Path\nPath({!r}).touch()\nraise ImportError('it was run')\n"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_an_outline_to_be_filled_has_what_the_loaded_model_has(family: str, tmp_path: Path) -> None:
+    cfg = ModelConfig(path=str(tiny.save(tmp_path / "model", family, dtype=torch.bfloat16)))
+    loaded, outline = load_model(cfg), load_outline(cfg, filled_later=True)
+    ours, theirs = dict(outline.model.named_parameters()), dict(loaded.model.named_parameters())
+    assert {n: (p.shape, p.dtype) for n, p in ours.items()} == {n: (p.shape, p.dtype) for n, p in theirs.items()}
+    assert all(p.is_meta for p in ours.values())
+    buffers = [{n: (b.shape, b.dtype) for n, b in m.named_buffers()} for m in (outline.model, loaded.model)]
+    assert buffers[0] == buffers[1]
+    assert type(outline.model) is type(loaded.model)
+    narrow = make_outline(loaded, cfg, torch.bfloat16)
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16} and all(p.is_meta for p in narrow.parameters())
+
+
+def test_an_outline_runs_no_code_that_comes_with_the_model(tmp_path: Path) -> None:
+    folder, marker = tiny.save(tmp_path / "model"), tmp_path / "it_was_run"
+    (folder / "own.py").write_text(CODE.format(str(marker)))
+    settings = json.loads((folder / "config.json").read_text())
+    settings["auto_map"] = {"AutoModelForCausalLM": "own.Own"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    cfg = ModelConfig(path=str(folder))
+    loaded = load_model(cfg)
+    assert make_outline(loaded, cfg, torch.float32) is not None and load_outline(cfg, filled_later=True)
+    assert not marker.exists()
+
+
+# Tokenizers
+
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>",
+    "model_max_length": 1024, "clean_up_tokenization_spaces": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As transformers 4 writes one: version 5 has neither special_tokens_map.json nor merges.txt."""
+    folder = tiny.save(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<eos>", "pad_token": "<pad>"}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def loaded(folder: Path, **options: Any) -> Any:
+    return load_model(ModelConfig(path=str(folder), **options)).tokenizer
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    return {name: content for name, content in found.items() if "config.json" != name[-11:] or "tokenizer" in name}
+
+
+def test_save_unchanged_tokenizer_copies_its_files(folder: Path, tmp_path: Path) -> None:
+    tokenizer = loaded(folder, chat_template_kwargs={"think": True})
+    tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=True)
+    tokenizer("hello", truncation=True, max_length=3, padding="max_length")  # which its file would hold
+    (folder / "tokenizer.json").chmod(0o444)
+    save_tokenizer(tokenizer, str(folder), tmp_path / "out")
+    expected = {k: v for k, v in files(folder).items() if not k.endswith(".safetensors")}
+    assert files(tmp_path / "out") == expected and len(expected) == 6
+    save_tokenizer(tokenizer, str(folder), tmp_path / "out")  # once more into the same folder
+
+
+@pytest.mark.parametrize("change", ["template", "token", "files gone"])
+def test_save_changed_tokenizer_writes_it(folder: Path, tmp_path: Path, change: str) -> None:
+    tokenizer = loaded(folder)
+    if change == "template":
+        tokenizer.chat_template = "{{ 'mine' }}"
+    elif change == "token":
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    else:
+        (folder / "tokenizer.json").unlink()
+    save_tokenizer(tokenizer, str(folder), tmp_path / "out")
+    again = type(tokenizer).from_pretrained(tmp_path / "out")
+    assert again.get_vocab() == tokenizer.get_vocab() and again.chat_template == tokenizer.chat_template
+    assert not (tmp_path / "out" / "merges.txt").exists()
+
+
+def test_save_tokenizer_of_the_hub_writes_it(tmp_path: Path) -> None:
+    save_tokenizer(tiny.tokenizer(), "owner/name", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()

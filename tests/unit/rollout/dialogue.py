@@ -38,9 +38,9 @@ class Dialogue(RunEnvironment):
 class TurnEngine(FakeEngine):
     """Its rollouts end every turn with EOS after 3 to 9 tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = 1000) -> None:
         self.ends: dict[str, int] = {}
-        super().__init__(self.ends)
+        super().__init__(self.ends, vocab_size=vocab_size)
 
     async def extend(self, request: ExtendRequest) -> list[Segment]:
         self.ends[request.rollout_id] = request.text_start + 3 + (request.seed + request.text_start) % 7

@@ -45,6 +45,16 @@ def steps(run: Run, num: int, seconds: float = 10) -> list[list[Group]]:
     return virtual_time.run(go())
 
 
+async def let_go(run: Run, engine: Hanging, num: int = 1) -> list[list[Group]]:
+    """So many steps; then what ignored its cancellation is ended, so that the event loop can close."""
+    async with asyncio.timeout(5):
+        batches = [await run.step() for _ in range(num)]
+    for future in engine.let_go:
+        future.cancel()
+    await asyncio.sleep(0.01)
+    return batches  # type: ignore[return-value]
+
+
 def assert_waits_for_ever(run: Run) -> None:
     with pytest.raises(TimeoutError):
         steps(run, 1, TOO_LONG_S)
@@ -65,7 +75,8 @@ def stats(run: Run) -> tuple[float, float, float]:
 class Hanging(FakeEngine):
     """Some rollouts get no token from their `after`-th on, in their first `times` extensions.
 
-    `deaf`: they do not return when interrupted either; `stubborn`: nor when cancelled, until `let_go`.
+    `deaf`: they do not return when interrupted either; `stubborn`: nor when cancelled, until `let_go`. `pace_s`: time
+    between two tokens.
     """
 
     def __init__(
@@ -75,10 +86,12 @@ class Hanging(FakeEngine):
         times: float = 1,
         deaf: bool = False,
         stubborn: bool = False,
+        pace_s: float = 0,
         lengths: Mapping[str, int] | Callable[[int], int] = short,
     ) -> None:
         super().__init__(lengths)
         self.hanging, self.after, self.times, self.deaf, self.stubborn = hanging, after, times, deaf, stubborn
+        self.pace_s = pace_s
         self.extensions: dict[str, list[ExtendRequest]] = {}
         self.cancelled: list[str] = []
         self.let_go: list[asyncio.Future] = []
@@ -103,7 +116,7 @@ class Hanging(FakeEngine):
     async def _run(self) -> None:
         while self._running:
             # Not a hot loop while all that is left hangs.
-            await asyncio.sleep(0.002 if self.is_stuck else 0)
+            await asyncio.sleep(0.002 if self.is_stuck else self.pace_s)
             self._step()
 
     def _hangs(self, rollout_id: str) -> bool:
@@ -131,6 +144,3 @@ ABANDONED = r"its cancellation has no effect, so it is abandoned and its group i
 
 def said(rollout_id: str, state: str, num_tokens: int, what: str) -> str:
     return ROLLOUT.format(rollout_id, state, num_tokens) + what
-
-
-# Rollouts

@@ -40,17 +40,6 @@ def test_the_steps_are_those_of_scoring_by_group(mode: dict) -> None:
         assert_same_groups(ours, theirs)
 
 
-def test_a_batch_function_sees_whole_groups() -> None:
-    calls: list[list[str]] = []
-
-    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
-        calls.append([r.rollout_id for r in rollouts])
-        return await score_by_tokens(rollouts)
-
-    Run(scorer=scorer).steps(2)
-    assert sorted(calls) == [[f"{group}-{sibling}" for sibling in range(2)] for group in range(4)]
-
-
 def test_waiting_rollouts_are_scored_once_single_scoring_is_on() -> None:
     """That the function takes single samples is found out with another group's answers."""
     run = Run(engine=FakeEngine({"0-0": 4, "0-1": 30, "1-0": 4, "1-1": 8}))

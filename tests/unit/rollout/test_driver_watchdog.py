@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from hanging import (
@@ -14,6 +15,7 @@ from hanging import (
     Hanging,
     assert_said,
     assert_waits_for_ever,
+    let_go,
     said,
     short,
     stats,
@@ -25,22 +27,16 @@ import virtual_time
 from fake_engine import FakeEngine
 from rollover.rollout.lifecycle import EventKind
 from rollover.rollout.watchdog import Watchdog
-from rollover.types import DropReason, Group, RolloutState, StopReason
-from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, uninterrupted_tokens
+from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, StopReason
+from unit.rollout.run import PARTIAL, Run, assert_same_groups, ids, score_by_tokens, uninterrupted_tokens
 
 
 @pytest.mark.parametrize("mode", [{}, PARTIAL], ids=["sync", "partial"])
 def test_nothing_stalls_nothing_changes(mode: dict) -> None:
     """Looks many times, and the schedule is that of a run without a watchdog."""
 
-    class Slow(FakeEngine):
-        async def _run(self) -> None:
-            while self._running:
-                await asyncio.sleep(0.003)
-                self._step()
-
     def run(dog: Watchdog | None) -> Run:
-        return Run(engine=Slow(lambda seed: 8 + seed % 30), watchdog=dog, **mode)
+        return Run(engine=Hanging(pace_s=0.003, lengths=lambda seed: 8 + seed % 30), watchdog=dog, **mode)
 
     quick = watchdog(rollout_timeout_s=0.06, reward_timeout_s=0.06)
     looks = []
@@ -151,12 +147,7 @@ def test_running_siblings_of_a_dropped_group_are_interrupted_and_not_started_aga
                 return None
             return super()._decode(sequence)
 
-        async def _run(self) -> None:
-            while self._running:
-                await asyncio.sleep(0.005)
-                self._step()
-
-    engine = Endless("1-0", times=9, deaf=True, after=0)
+    engine = Endless("1-0", times=9, deaf=True, after=0, pace_s=0.005)
     run = Run(engine=engine, group_size=3, max_new_tokens=10_000, watchdog=watchdog(max_stalls=1))
     assert ids(steps(run, 1)) == [[0, 2]]
     assert {i: len(engine.extensions[i]) for i in ("1-0", "1-1", "1-2")} == {"1-0": 1, "1-1": 1, "1-2": 1}
@@ -165,13 +156,7 @@ def test_running_siblings_of_a_dropped_group_are_interrupted_and_not_started_aga
 
 
 def test_only_the_rollouts_of_a_dropped_group_are_interrupted() -> None:
-    class Slow(Hanging):
-        async def _run(self) -> None:
-            while self._running:
-                await asyncio.sleep(0.005)
-                self._step()
-
-    engine = Slow("1-0", times=9, after=0, lengths=lambda seed: 40)
+    engine = Hanging("1-0", times=9, after=0, pace_s=0.005, lengths=lambda seed: 40)
     run = Run(engine=engine, watchdog=watchdog(max_stalls=1))
     assert ids(steps(run, 1)) == [[0, 2]]
     assert_said(run, said("1-0", "running", 0, DROPPED))
@@ -189,22 +174,10 @@ def test_a_group_that_is_finished_at_the_last_moment_is_kept() -> None:
     assert run.ledger.dropped[DropReason.STALLED].groups == 0
 
 
-async def step_and_let_go(run: Run, engine: Hanging) -> list[Group] | None:
-    """One step; then what ignored its cancellation is ended, so that the event loop can close."""
-    async with asyncio.timeout(5):
-        groups = await run.step()
-    for future in engine.let_go:
-        future.cancel()
-    await asyncio.sleep(0.01)
-    return groups
-
-
 def test_one_that_ignores_its_cancellation_is_left_alone() -> None:
     engine = Hanging("0-0", times=9, deaf=True, stubborn=True)
     run = Run(engine=engine, watchdog=watchdog())
-
-    groups = virtual_time.run(step_and_let_go(run, engine))
-    assert groups is not None and ids([groups]) == [[1, 2]]
+    assert ids(virtual_time.run(let_go(run, engine))) == [[1, 2]]
     assert_said(
         run,
         said("0-0", "running", 3, CONTINUED),
@@ -230,16 +203,7 @@ def test_one_that_does_not_return_when_the_phase_ends(stubborn: bool) -> None:
     hanging = engine()
     run = Run(engine=hanging, watchdog=watchdog(rollout_timeout_s=2), **config)
 
-    async def go() -> list[list[Group]]:
-        async with asyncio.timeout(5):
-            batches = [await run.step() for _ in range(2)]
-        for future in hanging.let_go:
-            future.cancel()
-        await asyncio.sleep(0.01)
-        return batches  # type: ignore[return-value]
-
-    batches = virtual_time.run(go())
-    assert ids(batches)[0] == [0, 1]
+    assert ids(virtual_time.run(let_go(run, hanging, 2)))[0] == [0, 1]
     lines = [said("2-0", "interrupted", 1, CANCELLED)]
     if stubborn:
         lines.append(said("2-0", "cancelled", 1, ABANDONED))
@@ -264,9 +228,8 @@ def test_a_group_dropped_while_winding_down_may_leave_too_few_to_train() -> None
         in_flight_groups=3,
         max_staleness=2,
     )
-
-    groups = virtual_time.run(step_and_let_go(run, engine))
-    assert groups is not None and 1 not in [g.group_id for g in groups]
+    (groups,) = ids(virtual_time.run(let_go(run, engine)))
+    assert 1 not in groups
     assert_said(run, said("1-0", "interrupted", 1, CANCELLED), said("1-0", "cancelled", 1, ABANDONED))
     assert len(engine.extensions["2-1"]) == 2, "it was interrupted, and went on when its group was needed after all"
 
@@ -341,4 +304,92 @@ def test_the_end_of_a_phase_is_looked_at_after_the_grace_and_not_at_the_next_loo
     assert [len(request.generated_ids) for request in engine.extensions["2-0"]] == [0, 3], "it went on where it was"
 
 
-# Rewards
+def hanging_scorer(groups: set[int], times: float) -> Callable:
+    """Works in turn, as the reward worker does; the scoring of some groups hangs the first times."""
+    lock, calls = asyncio.Lock(), []
+
+    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
+        async with lock:
+            group_id = rollouts[0].group_id
+            calls.append(group_id)
+            if group_id in groups and calls.count(group_id) <= times:
+                await asyncio.get_running_loop().create_future()
+            return await score_by_tokens(rollouts)
+
+    scorer.calls = calls  # type: ignore[attr-defined]
+    return scorer
+
+
+REWARDS = r"watchdog: the rewards of group {} \(scoring, begun \S+ s ago\): "
+RESCORED = "it is cancelled and scored again"
+GIVEN_UP = "it is cancelled and its rewards are missing"
+
+
+def test_a_scoring_that_hangs_once_is_repeated() -> None:
+    assert_waits_for_ever(Run(short, hanging_scorer({0}, 1)))
+    assert_waits_for_ever(Run(short, hanging_scorer({0}, 1), watchdog=watchdog(reward_timeout_s=0)))
+    scorer = hanging_scorer({0}, 1)
+    run = Run(short, scorer, watchdog=watchdog())
+    batches = steps(run, 2)
+    for ours, theirs in zip(batches, Run(short).steps(2), strict=True):
+        assert_same_groups(ours, theirs)
+    assert_said(run, REWARDS.format(0) + RESCORED)
+    assert stats(run) == (0, 1, 1)
+    assert scorer.calls[:3] == [0, 1, 0], "what waited behind it comes first"
+
+
+def test_a_scoring_that_hangs_for_ever_has_missing_rewards() -> None:
+    assert_waits_for_ever(Run(short, hanging_scorer({1}, 99)))
+    run = Run(short, hanging_scorer({1}, 99), watchdog=watchdog())
+    batches = steps(run, 2)
+    assert ids(batches) == [[0, 2], [3, 4]]
+    assert_said(run, REWARDS.format(1) + RESCORED, REWARDS.format(1) + GIVEN_UP)
+    assert stats(run) == (0, 2, 1)
+    (drop,) = [e for e in run.events if e.kind is EventKind.DROP]
+    assert drop.reason is DropReason.TOO_FEW_REWARDS
+    assert all(r.reward.error.startswith("stalled: the rewards of group 1 (scoring, ") for r in drop.group.rollouts)
+
+
+def test_a_scorer_that_hangs_while_the_phase_ends() -> None:
+    scorer = hanging_scorer({2}, 1)
+    lengths = {f"{g}-{s}": 4 if g < 3 else 30 for g in range(9) for s in range(2)}
+    run = Run(scorer=scorer, engine=FakeEngine(lengths), watchdog=watchdog(), **PARTIAL)
+    batches = steps(run, 2)
+    assert ids(batches)[0] == [0, 1]
+    assert_said(run, REWARDS.format(2) + RESCORED)
+
+
+def test_a_scorer_that_always_hangs_ends_the_run() -> None:
+    run = Run(short, hanging_scorer(set(range(99)), 99), watchdog=watchdog(reward_timeout_s=0.03))
+    with pytest.raises(ValueError, match="first 2 groups.*stalled: the rewards of group"):
+        steps(run, 1)
+    run.ledger.check(run.cache)
+
+
+def test_a_scorer_that_ignores_its_cancellation_is_left_alone() -> None:
+    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
+        hung = rollouts[0].group_id == 0 and not asked
+        asked.append(rollouts[0].group_id)
+        while hung:
+            try:
+                await stuck.wait()
+                break
+            except asyncio.CancelledError:
+                continue
+        return await score_by_tokens(rollouts)
+
+    asked: list[int] = []
+    stuck = asyncio.Event()
+    run = Run(short, scorer, watchdog=watchdog())
+
+    async def go() -> list[Group] | None:
+        async with asyncio.timeout(5):
+            groups = await run.step()
+        stuck.set()
+        await asyncio.sleep(0.01)
+        assert len(asyncio.all_tasks()) == 1, "the scorer has ended"
+        return groups
+
+    groups = virtual_time.run(go())
+    assert groups is not None and ids([groups]) == [[0, 1]]
+    assert_said(run, REWARDS.format(0) + RESCORED)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import virtual_time
-from fake_engine import FakeEngine
 from local_trainer import build_batch
 from rollover.config import Config
 from rollover.config.algorithm import AlgorithmConfig
@@ -17,7 +16,6 @@ from rollover.config.workflow import WorkflowConfig
 from rollover.engine.protocol import ExtendRequest
 from rollover.envs.build import CustomEnvironment, build_environment
 from rollover.envs.protocol import EnvironmentSetup, RunEnvironment, written
-from rollover.rollout.lifecycle import EventKind
 from rollover.types import DropReason, Reward, Rollout, RolloutState, Segment, StopReason
 from unit.rollout.dialogue import SAID, Dialogue, TurnEngine, said
 from unit.rollout.hanging import steps
@@ -285,10 +283,3 @@ def test_a_function_of_ones_own_makes_an_environment(tmp_path) -> None:
     assert isinstance(made.environment, Dialogue) and made.environment.turns == 3
     with pytest.raises(ValueError, match="rollout.environment.*a int without next, score, scores_singly"):
         build_environment(EnvironmentSetup(named, None, lambda n: n, lambda task: False, 9))  # type: ignore[arg-type]
-
-
-def test_a_single_turn_is_done_when_it_stops() -> None:
-    run = Run(engine=FakeEngine(lambda seed: 5))
-    (groups,) = run.steps(1)
-    assert all(len(r.segments) == 1 for g in groups for r in g.rollouts)
-    assert run.count(EventKind.PARK) == 0

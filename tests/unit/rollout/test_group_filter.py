@@ -116,12 +116,18 @@ def test_stream_end_with_filtered_last_groups() -> None:
     assert run.ledger.filtered == {"late": 3} and not run.cache.groups
 
 
-def test_missing_rewards_come_before_filters() -> None:
-    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
-        lost = rollouts[0].group_id == 1
+def scorer(missing: Callable[[int], bool]) -> Callable:
+    """The rewards of groups whose id is `missing` are."""
+
+    async def score(rollouts: list[Rollout]) -> list[Reward]:
+        lost = missing(rollouts[0].group_id)
         return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
 
-    run = Run(scorer=scorer, group_filter=odd_ones)
+    return score
+
+
+def test_missing_rewards_come_before_filters() -> None:
+    run = Run(scorer=scorer(lambda group: group == 1), group_filter=odd_ones)
     run.steps(2)
     assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups == 1
     assert all(e.group.group_id != 1 for e in run.events if e.reason is DropReason.FILTERED)
@@ -153,37 +159,23 @@ def test_one_group_in_time_is_enough_to_go_on() -> None:
     assert ids(run.steps(3)) == [[5, 11], [17, 23], [29, 35]]
 
 
-async def lost_if_even(rollouts: list[Rollout]) -> list[Reward]:
-    lost = rollouts[0].group_id % 2 == 0
-    return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
-
-
 def test_groups_without_rewards_in_between_do_not_reset_the_count() -> None:
     """And filtered ones show that the rewards work: else two without any would end a run before its first step."""
-    run = Run(alike, scorer=lost_if_even, group_filter=lambda group: ("all", ""))
+    run = Run(alike, scorer=scorer(lambda group: group % 2 == 0), group_filter=lambda group: ("all", ""))
     with pytest.raises(ValueError, match="each of the last 6 scored groups"):
         run.steps(1)
     assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups in (5, 6)
 
 
 def test_failures_after_a_filtered_group_use_the_started_limit() -> None:
-    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
-        lost = rollouts[0].group_id > 0
-        return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
-
-    run = Run(alike, scorer=scorer, group_filter=lambda group: ("all", ""))
+    run = Run(alike, scorer=scorer(lambda group: group > 0), group_filter=lambda group: ("all", ""))
     with pytest.raises(ValueError, match="none of the last 8 groups"):
         run.steps(1)
 
 
 def test_occasional_missing_rewards_do_not_end_the_run() -> None:
     """A filtered group in between begins the count of failed ones anew: here 15 of 21 fail, three in a row at most."""
-
-    async def scorer(rollouts: list[Rollout]) -> list[Reward]:
-        lost = rollouts[0].group_id % 4 > 0
-        return [Reward(None, error="boom") if lost else Reward(1.0) for _ in rollouts]
-
-    run = Run(alike, scorer=scorer, group_filter=lambda group: ("all", ""))
+    run = Run(alike, scorer=scorer(lambda group: group % 4 > 0), group_filter=lambda group: ("all", ""))
     with pytest.raises(ValueError, match="each of the last 6 scored groups"):
         run.steps(1)
     assert run.ledger.dropped[DropReason.TOO_FEW_REWARDS].groups >= 15

@@ -46,36 +46,17 @@ def test_accounts_and_metrics() -> None:
     ledger.on_drop(cache.drop(1, DropReason.STALE), DropReason.STALE)
     ledger.resumed_rollouts += 1
     ledger.check(cache)
-    assert ledger.metrics(cache) == {
+    counts = {name: value for name, value in ledger.metrics(cache).items() if value}
+    assert counts == {
         "tokens/generated": 18,
         "tokens/trained": 11,
-        "tokens/dropped": 0,
         "tokens/held": 7,
         "groups/admitted": 3,
         "groups/consumed": 1,
         "groups/dropped": 1,
         "groups/held": 1,
         "rollouts/resumed": 1,
-        "dropped/abandoned/groups": 0,
-        "dropped/abandoned/tokens": 0,
-        "dropped/baseline/groups": 0,
-        "dropped/baseline/tokens": 0,
-        "dropped/failed/groups": 0,
-        "dropped/failed/tokens": 0,
-        "dropped/filtered/groups": 0,
-        "dropped/filtered/tokens": 0,
-        "dropped/masked/groups": 0,
-        "dropped/masked/tokens": 0,
-        "dropped/restarted/groups": 0,
-        "dropped/restarted/tokens": 0,
-        "dropped/rolled_back/groups": 0,
-        "dropped/rolled_back/tokens": 0,
         "dropped/stale/groups": 1,
-        "dropped/stale/tokens": 0,
-        "dropped/stalled/groups": 0,
-        "dropped/stalled/tokens": 0,
-        "dropped/too_few_rewards/groups": 0,
-        "dropped/too_few_rewards/tokens": 0,
     }
 
 
@@ -91,13 +72,6 @@ def test_check_names_what_does_not_balance(account: str) -> None:
             cache.consume(2)  # left without a trace
     with pytest.raises(AssertionError, match=rf"'{account}': .*accounts: .*parked.*dropped\(stale\)"):
         ledger.check(cache)
-
-
-def test_environment_tokens_do_not_count() -> None:
-    cache, ledger = books()
-    ledger.on_append([make_segment(9, 0, trainable=False)])
-    assert ledger.generated_tokens == 18
-    ledger.check(cache)
 
 
 def test_counters_survive_save_and_restore() -> None:

@@ -16,17 +16,15 @@ from typing import Any
 import pytest
 
 import tiny
-from fake_engine import FakeEngine
 from rollover import Observation
 from rollover.config import Config, EngineConfig
-from rollover.config.workflow import WorkflowConfig
 from rollover.engine.embedded.engine import EmbeddedEngine
-from rollover.engine.protocol import ExtendRequest
 from rollover.envs.class_environment import ClassEnvironment
 from rollover.envs.protocol import EnvironmentSetup
 from rollover.live_objects import hold, release
 from rollover.rollout.lifecycle import EventKind
-from rollover.types import DropReason, Group, RolloutState, Segment, StopReason
+from rollover.types import DropReason, Group, RolloutState, StopReason
+from unit.rollout.dialogue import TurnEngine
 from unit.rollout.run import PARTIAL, Run, score_by_tokens
 
 TEMPLATE = (
@@ -106,18 +104,6 @@ class RestartStateless(Stateless):
 CLASSES = {made.__name__: made for made in (Stateless, Snapshot, Restart, DurableStateless, RestartStateless)}
 
 
-class Turns(FakeEngine):
-    """Every turn ends after 3 to 9 tokens."""
-
-    def __init__(self) -> None:
-        self.ends: dict[str, int] = {}
-        super().__init__(self.ends, vocab_size=len(TOKENIZER))
-
-    async def extend(self, request: ExtendRequest) -> list[Segment]:
-        self.ends[request.rollout_id] = request.text_start + 3 + (request.seed + request.text_start) % 7
-        return await super().extend(request)
-
-
 @pytest.fixture(autouse=True)
 def _specs() -> Iterator[None]:
     yield
@@ -134,7 +120,8 @@ def process(made: type, *, engine: Any = None, workflow: dict[str, Any] | None =
     finally:
         release(spec)
     options = {"max_new_tokens": MAX_NEW_TOKENS, "group_size": 2, **config}
-    run = Run(engine=engine or Turns(), environment=environment, workflow=settings.workflow, **options)
+    engine = engine or TurnEngine(len(TOKENIZER))
+    run = Run(engine=engine, environment=environment, workflow=settings.workflow, **options)
     return run
 
 
@@ -317,9 +304,3 @@ def test_the_siblings_of_one_that_begins_again_stay_as_they_are() -> None:
 async def begin(run: Run) -> None:
     run.driver.player.start_missing()
     await run.driver.abandon()
-
-
-def test_without_a_class_nothing_begins_again() -> None:
-    run = Run(workflow=WorkflowConfig())
-    run.steps(2)
-    assert not run.count(EventKind.RESTART)

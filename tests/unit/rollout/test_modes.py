@@ -8,7 +8,6 @@ import pytest
 
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import EventKind
-from rollover.rollout.order import load_order
 from rollover.rollout.scheduler import LengthEstimate, Scheduler
 from rollover.types import DropReason, Group, Prompt, Reward, Rollout, rollout_seed
 from unit.rollout.run import Run, ids, long_tail, uninterrupted_tokens
@@ -17,10 +16,6 @@ from unit.rollout.world import make_segment, make_task
 
 def shortest_group_last(view):
     return (-view.group_id, view.num_tokens)
-
-
-def no_tuple(view):
-    return view.num_tokens
 
 
 def of_task(lengths: dict[str, list[int]], default: int = 4):
@@ -218,14 +213,6 @@ def test_masked_tokens_are_counted_as_dropped_and_bound_nothing() -> None:
     assert metrics["tokens/trained"] == trained - masked
 
 
-def test_a_group_with_no_token_left_in_bound_is_dropped() -> None:
-    """Ready, but not taken by the step: under S = 0 it has nothing to train on afterwards."""
-    run = Run(lengths=lambda seed: 3, interrupt="when_enough", in_flight_groups=5, max_staleness=0, on_stale="mask")
-    run.steps(3)
-    dropped = [e for e in run.events if e.kind is EventKind.DROP]
-    assert dropped and all(e.reason is DropReason.STALE for e in dropped)
-
-
 # in_flight_groups = "auto"
 
 
@@ -280,10 +267,3 @@ def test_a_users_own_order() -> None:
 def test_an_order_that_cannot_be_found(order: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Scheduler(RolloutConfig(order=order))
-
-
-def test_an_order_that_returns_no_tuple() -> None:
-    from unit.rollout.test_order import VIEWS
-
-    with pytest.raises(ValueError, match="must return a tuple of integers"):
-        load_order(f"{__name__}:no_tuple")(VIEWS[0])

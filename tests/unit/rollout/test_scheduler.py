@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle
+from rollover.rollout.order import ORDERS, RolloutView, load_order
 from rollover.run.resume import check_restored
 from rollover.types import DropReason, Group, Prompt, Reward, RolloutState, StopReason
 from unit.rollout.world import make_segment, make_task, through_json
@@ -60,10 +63,6 @@ def test_admits_up_to_in_flight_and_counts_ready_groups() -> None:
     assert bench.scheduler.num_to_admit() == 1
 
 
-def test_in_flight_of_zero_is_groups_per_step() -> None:
-    assert Bench(groups_per_step=3).scheduler.num_to_admit() == 3
-
-
 @pytest.mark.parametrize(
     ("config", "field"),
     [
@@ -79,10 +78,6 @@ def test_refuses_a_config_that_would_wait_for_ever(config, field) -> None:
 def test_refuses_no_slots() -> None:
     with pytest.raises(ValueError, match="max_running"):
         Bench(max_running=0)
-
-
-def test_drop_allows_any_number_in_flight() -> None:
-    assert Bench(groups_per_step=4, in_flight_groups=99, on_stale="drop").scheduler.num_to_admit() == 99
 
 
 def test_nobody_gets_another_token_budget_while_somebody_runs() -> None:
@@ -128,24 +123,6 @@ def test_parked_resume_before_waiting_start_in_group_order() -> None:
     bench.park("2-1", 3)
     bench.park("1-0", 3)
     assert bench.start() == ["1-0", "2-1", "0-0", "0-1", "1-1", "2-0", "3-0", "3-1"]
-
-
-@pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        ("oldest_first", ["0-0", "1-0", "2-0"]),
-        ("longest_first", ["1-0", "2-0", "0-0"]),
-        ("shortest_remaining", ["1-0", "2-0", "0-0"]),
-        ("fifo", ["2-0", "0-0", "1-0"]),
-    ],
-)
-def test_order_of_resumption(order: str, expected: list[str]) -> None:
-    bench = Bench(groups_per_step=3, in_flight_groups=3, order=order, on_stale="drop", max_staleness=1)
-    bench.admit(3)
-    bench.park("2-0", 4)
-    bench.park("0-0", 2)
-    bench.park("1-0", 9)
-    assert bench.start() == expected
 
 
 def test_slots_are_refilled_one_by_one() -> None:
@@ -225,15 +202,6 @@ def test_never_waits_for_all_when_enough_does_not() -> None:
         assert bench.to_consume() == expected
         running = bench.scheduler.to_interrupt(0)
         assert running == ([] if expected is None else ["0-0"])
-
-
-def test_a_group_is_ready_only_with_all_siblings() -> None:
-    bench = Bench(groups_per_step=1, group_size=2)
-    bench.admit(1)
-    bench.ready("0-0")
-    assert bench.to_consume() is None
-    bench.ready("0-1")
-    assert bench.to_consume() == [0]
 
 
 def test_consumes_the_earliest_deadline_first() -> None:
@@ -357,3 +325,55 @@ def test_groups_that_another_config_left_behind() -> None:
     with pytest.raises(ValueError, match="cannot all be trained"):
         # Due by version 2, two in a step: at version 2 it is too late for four.
         check_restored(bench.lifecycle, 2, max_tokens=99)
+
+
+VIEWS = [
+    RolloutView("0-0", 0, 0, num_tokens=5, remaining=9, admitted_at=0, parked_since=3),
+    RolloutView("0-1", 0, 1, num_tokens=9, remaining=5, admitted_at=0, parked_since=0),
+    RolloutView("2-0", 2, 0, num_tokens=9, remaining=2, admitted_at=1, parked_since=2),
+    RolloutView("3-0", 3, 0, num_tokens=1, remaining=2, admitted_at=1, parked_since=1),
+]
+
+
+def order(key) -> list[str]:
+    forward, backward = sorted(VIEWS, key=key), sorted(reversed(VIEWS), key=key)
+    assert forward == backward, "the order must be total"
+    return [v.rollout_id for v in forward]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("oldest_first", ["0-0", "0-1", "2-0", "3-0"]),
+        ("longest_first", ["0-1", "2-0", "0-0", "3-0"]),
+        ("shortest_remaining", ["2-0", "3-0", "0-1", "0-0"]),
+        ("fifo", ["0-1", "3-0", "2-0", "0-0"]),
+    ],
+)
+def test_orders_break_ties_by_age(name: str, expected: list[str]) -> None:
+    assert load_order(name) is ORDERS[name]
+    assert order(ORDERS[name]) == expected
+
+
+def own(folder: Path, returned: str) -> str:
+    """The name of a user's order that returns this expression of `view`."""
+    path = folder / "mine.py"
+    path.write_text(f"def order(view):\n    return {returned}\n")
+    return f"{path}:order"
+
+
+@pytest.mark.parametrize("returned", ["()", "(-view.num_tokens,)", "(view.remaining, view.num_tokens > 5)"])
+def test_a_users_order_is_made_total_by_admission(tmp_path: Path, returned: str) -> None:
+    key = load_order(own(tmp_path, returned))
+    assert all(key(view)[-2:] == (view.group_id, view.sibling) for view in VIEWS)
+    expected = sorted(VIEWS, key=lambda view: (*eval(returned, {"view": view}), view.group_id, view.sibling))
+    assert order(key) == [view.rollout_id for view in expected]
+
+
+@pytest.mark.parametrize("returned", ['(1, "a")', '("a", 1)', "(1, 1.5)", "(None,)", "[1, 2]", "7", "None", '"ab"'])
+def test_a_users_order_that_is_no_tuple_of_integers_is_refused(tmp_path: Path, returned: str) -> None:
+    name = own(tmp_path, returned)
+    with pytest.raises(ValueError) as refusal:
+        load_order(name)(VIEWS[0])
+    for part in ("rollout.order", name, f"returned {eval(returned)!r}", "tuple of integers"):
+        assert part in str(refusal.value)

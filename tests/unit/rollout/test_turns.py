@@ -153,7 +153,7 @@ def test_whatever_happens_every_token_is_in_one_account(
 
 
 @pytest.mark.parametrize("interrupt", ["never", "on_weight_update"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_beside_the_trainer_what_acts_goes_on_over_new_weights(interrupt: str, seed: int) -> None:
     watched, _ = Watched(), straight()
     mode = {"overlap": True, "interrupt": interrupt, "max_staleness": 2, "in_flight_groups": 6}
@@ -233,9 +233,18 @@ def uninterrupted() -> dict[str, list[int]]:
     return on_a_model("recompute", Talks(), groups_per_step=8)
 
 
-@pytest.mark.parametrize("environment", [Talks(), Slowly()], ids=["at once", "slowly"])
-@pytest.mark.parametrize("kv_on_resume", ["recompute", "keep", "salt"])
-@pytest.mark.parametrize("mode", ["sync", "partial", "budget"])
+@pytest.mark.parametrize(
+    ("mode", "kv_on_resume", "environment"),
+    [
+        ("partial", "recompute", Talks()),
+        ("budget", "recompute", Talks()),
+        ("budget", "keep", Talks()),
+        ("budget", "salt", Talks()),
+        ("sync", "recompute", Slowly()),
+        ("partial", "keep", Slowly()),
+        ("budget", "keep", Slowly()),
+    ],
+)
 def test_interrupted_at_every_token_and_turn_equals_uninterrupted(
     mode: str, kv_on_resume: str, environment: Talks
 ) -> None:

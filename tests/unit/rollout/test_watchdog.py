@@ -93,11 +93,6 @@ def test_a_token_in_between_forgives_the_first_stall() -> None:
     assert [s.action for s in bench.run(1000)] == [Action.CONTINUE]
 
 
-def test_the_first_of_one_allowed_stall_drops() -> None:
-    bench = Bench(CONFIG.model_copy(update={"max_stalls": 1}), r0_0=0)
-    assert [s.action for s in bench.run(1000)] == [Action.DROP]
-
-
 def test_an_interruption_of_the_schedulers_must_end_too() -> None:
     bench = Bench(r0_0=4, r0_1=4)
     bench.now += 3
@@ -131,15 +126,6 @@ def test_time_in_which_nobody_could_look_is_forgiven() -> None:
     bench.start("0-0")
     began = bench.now
     assert bench.run(1000) and bench.now == began + 100
-
-
-def test_a_scoring_that_begins_again_is_the_newest() -> None:
-    """Two scorings: the older one begins again, so that the other is the oldest and stalls first."""
-    bench = Bench()
-    bench.watchdog.on_scoring_start(4, bench.now)
-    bench.watchdog.on_scoring_start(5, bench.now)
-    bench.watchdog.on_scoring_start(4, bench.now + 1)
-    assert list(bench.watchdog.scoring) == [5, 4]
 
 
 def test_a_scoring_is_repeated_once_then_given_up() -> None:
@@ -206,23 +192,6 @@ def test_each_limit_can_be_off(off: str) -> None:
     assert not Watchdog().is_on
 
 
-def test_a_message_is_one_line_with_all_that_was_asked_for() -> None:
-    stall = Stall(Action.CONTINUE, 4, "4-1", "running", 312.4, 57, 300.2)
-    assert str(stall) == (
-        "watchdog: rollout 4-1 (running, begun 312 s ago, 57 tokens, none for 300 s):"
-        " it is interrupted and continued from there"
-    )
-    assert str(Stall(Action.FAIL_SCORING, 4, None, "scoring", 0.25)) == (
-        "watchdog: the rewards of group 4 (scoring, begun 0.25 s ago): it is cancelled and its rewards are missing"
-    )
-
-
-def test_progress_of_unknown_rollouts_is_ignored() -> None:
-    bench = Bench(r0_0=0)
-    bench.tokens["7-7"] = 9
-    assert [s.rollout_id for s in bench.run(1000)] == ["0-0"]
-
-
 def test_describes_the_longest_silent_first() -> None:
     bench = Bench(r0_0=1)
     bench.now += 10
@@ -238,10 +207,10 @@ def test_describes_the_longest_silent_first() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_every_stall_is_noticed_in_time_and_nothing_else_is(rng: random.Random) -> None:
+@given(st.integers(0, 2**32))
+def test_every_stall_is_noticed_in_time_and_nothing_else_is(seed: int) -> None:
     """Rollouts get tokens at random: flagged within a limit and a quarter after the last one, and never before."""
-    bench = Bench()
+    rng, bench = random.Random(seed), Bench()
     limit = CONFIG.rollout_timeout_s
     ids = [f"{i}-0" for i in range(5)]
     last = {}
@@ -268,10 +237,10 @@ def test_every_stall_is_noticed_in_time_and_nothing_else_is(rng: random.Random) 
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_whatever_hangs_everything_ends(rng: random.Random) -> None:
+@given(st.integers(0, 2**32))
+def test_whatever_hangs_everything_ends(seed: int) -> None:
     """Rollouts that ignore any of the steps: each is out of the way after a bounded time, and looks never cease."""
-    bench = Bench()
+    rng, bench = random.Random(seed), Bench()
     behaviour = {f"{i}-0": rng.choice(["returns", "needs cancelling", "ignores all"]) for i in range(4)}
     for rollout_id in behaviour:
         bench.start(rollout_id)

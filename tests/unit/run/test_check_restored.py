@@ -91,10 +91,3 @@ def test_refuses_another_temperature(stop: StopReason) -> None:
 def test_looks_at_every_rollout() -> None:
     with pytest.raises(ValueError, match="rollout 1-0 was begun at 0.5"):
         check_restored(restored(sampled(1.0), sampled(0.5)), 0, ROOM)
-
-
-def test_refuses_groups_that_cannot_all_be_trained_in_bound() -> None:
-    held = restored(sampled(1.0), sampled(1.0))
-    check_restored(held, 0, ROOM)
-    with pytest.raises(ValueError, match="the 2 groups .* rollout.max_staleness = 1"):
-        check_restored(held, 1, ROOM)

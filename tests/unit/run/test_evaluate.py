@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import virtual_time
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, RecordingEngine
 from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
@@ -122,6 +122,21 @@ class Twice(RunEnvironment):
         return False
 
 
+class Interrupted(Twice):
+    """At the second turn of the rollout eval-1-1 it raises an error (None: hangs), the first `times` times."""
+
+    def __init__(self, error: Exception | None, times: int = 100) -> None:
+        self.error, self.left = error, times
+
+    async def next(self, rollout: Rollout) -> Segment | None:
+        if (rollout.task.task_id, rollout.sibling) == ("t1", 1) and len(rollout.segments) > 1 and self.left:
+            self.left -= 1
+            if self.error is not None:
+                raise self.error
+            await asyncio.get_running_loop().create_future()
+        return await super().next(rollout)
+
+
 class SlowScore(Twice):
     async def score(self, rollouts: list[Rollout], /) -> list[Reward]:
         if rollouts[0].task.task_id == "t1":
@@ -137,75 +152,38 @@ def test_first_stall_ends_the_evaluation() -> None:
         answers(FakeEngine(lambda seed: 5), [], SlowScore())
 
 
-class Broken(Twice):
-    """Fails at the second turn of one rollout."""
-
-    async def next(self, rollout: Rollout) -> Segment | None:
-        if (rollout.task.task_id, rollout.sibling) == ("t1", 1) and len(rollout.segments) > 1:
-            raise KeyError("no such page")
-        return await super().next(rollout)
-
-
 def test_answers_are_played_with_the_environment_and_scored_by_it() -> None:
-    asked: list[ExtendRequest] = []
-
-    class Turns(FakeEngine):
-        async def extend(self, request: ExtendRequest) -> list[Segment]:
-            asked.append(request)
-            return await super().extend(request)
-
-    found = answers(Turns(lambda seed: 5), [], Twice())
+    engine = RecordingEngine(lambda seed: 5)
+    found = answers(engine, [], Twice())
     assert [a.score for a in found] == [2.0] * 6
-    assert len(asked) == 3 * 6, "a turn, and one after each thing that it was told"
+    assert len(engine.requests) == 3 * 6, "a turn, and one after each thing that it was told"
     for answer, i in zip(found, [(task, sibling) for task in range(3) for sibling in range(2)], strict=True):
-        turns = [r for r in asked if r.rollout_id == "eval-{}-{}".format(*i)]
+        turns = [r for r in engine.requests if r.rollout_id == "eval-{}-{}".format(*i)]
         assert [r.text_start for r in turns] == [0, len(turns[1].generated_ids), len(turns[2].generated_ids)]
         assert turns[1].generated_ids[-1] == turns[2].generated_ids[-1] == 7
         assert answer.num_tokens == len(answer.answer.split()) - 2, "sampled tokens"
 
 
 def test_where_the_environment_fails_an_answer_has_no_score() -> None:
-    found = answers(FakeEngine(lambda seed: 5), [], Broken())
+    found = answers(FakeEngine(lambda seed: 5), [], Interrupted(KeyError("no such page")))
     assert [a.score for a in found] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
     assert str(found[3].error).startswith("the environment failed at rollout eval-1-1 (KeyError: 'no such page' (")
-
-
-class Loses(Twice):
-    """What it knew of one rollout, at its second turn, so many times."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-
-    async def next(self, rollout: Rollout) -> Segment | None:
-        if (rollout.task.task_id, rollout.sibling) == ("t1", 1) and len(rollout.segments) > 1 and self.left:
-            self.left -= 1
-            raise StateLost("the page is gone")
-        return await super().next(rollout)
 
 
 def test_lost_environment_is_restarted_up_to_its_limit() -> None:
     said: list[str] = []
     expected = answers(FakeEngine(lambda seed: 5), [], Twice())
-    found = answers(FakeEngine(lambda seed: 5), said, Loses(1))
+    found = answers(FakeEngine(lambda seed: 5), said, Interrupted(StateLost("the page is gone"), times=1))
     assert [(a.score, a.answer) for a in found] == [(a.score, a.answer) for a in expected]
     assert any("the page is gone" in line and "it restarts" in line for line in said)
-    given_up = answers(FakeEngine(lambda seed: 5), [], Loses(10))
+    given_up = answers(FakeEngine(lambda seed: 5), [], Interrupted(StateLost("the page is gone")))
     assert [a.score for a in given_up] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
     assert "the page is gone" in str(given_up[3].error)
 
 
-class Hanging(Twice):
-    """At the second turn of one rollout, for ever."""
-
-    async def next(self, rollout: Rollout) -> Segment | None:
-        if (rollout.task.task_id, rollout.sibling) == ("t1", 1) and len(rollout.segments) > 1:
-            await asyncio.get_running_loop().create_future()
-        return await super().next(rollout)
-
-
 def test_environment_timeout_leaves_answer_without_score() -> None:
     said: list[str] = []
-    found = answers(FakeEngine(lambda seed: 5), said, Hanging())
+    found = answers(FakeEngine(lambda seed: 5), said, Interrupted(None))
     assert [a.score for a in found] == [2.0, 2.0, 2.0, None, 2.0, 2.0]
     assert found[3].error == "the environment exceeded workflow.timeout_s = 300"
     assert found[3].stop_reason == "timeout" and len(said) == 1
@@ -213,13 +191,7 @@ def test_environment_timeout_leaves_answer_without_score() -> None:
 
 
 def test_settings_differ_in_sampling_over_the_same_tasks() -> None:
-    asked: list[ExtendRequest] = []
-
-    class Asked(FakeEngine):
-        async def extend(self, request: ExtendRequest) -> list[Segment]:
-            asked.append(request)
-            return await super().extend(request)
-
+    engine = RecordingEngine(lambda seed: 30)
     settings = [
         {"name": "greedy", "temperature": 0.0},
         {"name": "long", "samples_per_task": 3, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 40},
@@ -229,10 +201,10 @@ def test_settings_differ_in_sampling_over_the_same_tasks() -> None:
     )
 
     async def go() -> EvalAnswers:
-        return await answer_tasks(TASKS, Asked(lambda seed: 30), SINGLE_TURN, TOKENIZER, config, frozenset())
+        return await answer_tasks(TASKS, engine, SINGLE_TURN, TOKENIZER, config, frozenset())
 
     found = virtual_time.run(go())
-    kinds = Counter((r.sampling.temperature, r.sampling.top_p, r.max_new_tokens) for r in asked)
+    kinds = Counter((r.sampling.temperature, r.sampling.top_p, r.max_new_tokens) for r in engine.requests)
     assert kinds == {(1.0, 1.0, 9): 6, (0.0, 1.0, 9): 3, (0.5, 0.9, 40): 9}
     assert [a.setting for a in found.answers] == [""] * 6 + ["greedy"] * 3 + ["long"] * 9
     row = summarize(found, config)

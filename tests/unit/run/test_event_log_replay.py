@@ -1,20 +1,22 @@
 """What the journal tells, read back: over random runs that are killed at random moments the state is the same again,
-and after a roll-back every token that is trained is in bound."""
+and after a roll-back every token that is trained is in bound. And the timer of those who write it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollover.checkpoint.journal import Record
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Event, EventKind, Lifecycle, RunClock, is_complete
-from rollover.run.event_log import EventLog
+from rollover.run.event_log import EventLog, Timer
 from rollover.run.resume import Replay, RollBack, check_restored
 from rollover.staleness import rolled_back, staleness
 from rollover.track.lifetimes import Lifetimes
@@ -338,3 +340,46 @@ def test_a_rollout_that_a_call_opened_comes_back_with_its_media() -> None:
     lifecycle.open(Rollout(0, 0, rollout.task, prompt=prompt, trajectory=1))
     lifecycle.park(rollout)
     assert read_back(journal, rollout_id="0-0.1.0").prompt == prompt
+
+
+def events(*, writes: int, error: bool = False) -> list[str]:
+    """What happens, in order, if the first write returns only after the beat that did not wait for it."""
+    seen: list[str] = []
+
+    async def run() -> None:
+        beaten, enough = asyncio.Event(), asyncio.Event()
+
+        async def write() -> None:
+            seen.append("write")
+            if seen.count("write") == writes:
+                enough.set()
+            if not beaten.is_set():
+                await beaten.wait()
+                if error:
+                    raise OSError("the disk")
+            seen.append("written")
+
+        def beat() -> None:
+            seen.append("beat")
+            beaten.set()
+
+        timer = Timer(0.05, write, beat)
+        timer.start()
+        try:
+            while not enough.is_set():
+                await asyncio.sleep(0.001)
+                timer.check()
+        finally:
+            timer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    return seen
+
+
+def test_a_late_write_is_not_followed_by_an_idle_interval() -> None:
+    assert events(writes=2)[:4] == ["write", "beat", "written", "write"]
+
+
+def test_a_late_write_ends_the_timer_with_its_error() -> None:
+    with pytest.raises(OSError, match="the disk"):
+        events(writes=2, error=True)

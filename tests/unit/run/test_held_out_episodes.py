@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import virtual_time
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, RecordingEngine
 from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import ExtendRequest
@@ -81,14 +81,8 @@ async def talk(task: Any, episode: Any) -> None:
 
 
 def test_episodes_are_scored_as_a_whole_and_by_role() -> None:
-    asked: list[ExtendRequest] = []
-
-    class Asked(FakeEngine):
-        async def extend(self, request: ExtendRequest) -> list[Segment]:
-            asked.append(request)
-            return await super().extend(request)
-
-    evaluation = Evaluation(talk, Asked(lambda seed: 5 + seed % 10, vocab_size=len(TOKENIZER)))
+    engine = RecordingEngine(lambda seed: 5 + seed % 10, vocab_size=len(TOKENIZER))
+    evaluation = Evaluation(talk, engine)
     found = evaluation.run()
     assert [(a.task_id, a.sibling) for a in found.answers] == [(f"t{i}", s) for i in range(3) for s in range(2)]
     assert [a.score for a in found.answers] == pytest.approx([0.5, 0.5, 2.5 / 3, 2.5 / 3, 0.5, 0.5])
@@ -99,7 +93,8 @@ def test_episodes_are_scored_as_a_whole_and_by_role() -> None:
     assert row["roles"]["solver"]["mean"] == 0.75 and row["roles"]["solver"]["samples"] == 12
     assert row["roles"]["judge"]["mean"] == pytest.approx(1 / 3) and row["episodes"] == found.ends
     assert row["mean"] == pytest.approx((0.5 + 0.5 + 2.5 / 3) / 3)
-    assert {r.sampling.temperature for r in asked} == {0.5} and all(r.rollout_id.startswith("eval-") for r in asked)
+    assert {r.sampling.temperature for r in engine.requests} == {0.5}
+    assert all(r.rollout_id.startswith("eval-") for r in engine.requests)
     assert Evaluation(talk).run() == Evaluation(talk).run(), "another evaluation of the same weights says the same"
 
 

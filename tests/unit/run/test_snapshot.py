@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from rollover.algorithms.shaping import Shaping
-from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError
+from rollover.checkpoint.store import CheckpointStore
 from rollover.config import Config, RewardsConfig
 from rollover.config.rollout import RolloutConfig
 from rollover.rollout.lifecycle import Lifecycle, RunClock
@@ -270,17 +270,3 @@ def test_a_part_that_joins_is_one_line_of_the_list(tmp_path: Path) -> None:
     part = without_arrays("joined", joined.state_dict, joined.load_state_dict, {"cursor": 1})
     load_snapshot("step-000003", [*new_run(tmp_path).stateful(), part], of.directory)
     assert joined.cursor == 1
-
-
-def test_failed_write_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    of = worked(tmp_path)
-    write_snapshot(of)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    of.trainer.policy_version = 4
-    monkeypatch.setattr(checkpointing.safetensors.torch, "save_file", full)
-    with pytest.raises(CheckpointWriteError, match="step-000004 could not be written.*No space left"):
-        write_snapshot(of)
-    assert of.directory.store.list() == ["step-000003"]

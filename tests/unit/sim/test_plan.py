@@ -132,11 +132,6 @@ def test_plan_without_room_is_rejected(
     assert out["nodes"] == {} and out["assumed"]["engines"] == 2
 
 
-def test_text_says_what_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(capsys, "--steps", "10", "--plan.median_tokens", "80")
-    assert "median 80" in text and "(default)" in text and "speedup" in text and "Staleness of trained tokens" in text
-
-
 def test_the_json_is_what_the_document_says(capsys: pytest.CaptureFixture[str]) -> None:
     out = json.loads(run(capsys, "--json", "--steps", "5"))
     document = (ROOT / "docs" / "planning.md").read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rollover.config import TrainConfig
-from rollover.trainer.backend import StoredTensors
 from rollover.trainer.kept_weights import KeptWeights
 from rollover.trainer.optimizer import Optimizer
 from rollover.trainer.ranks.sharded import RankTensors, save_shards
@@ -114,29 +112,6 @@ def load(paths: list[str], meta: dict[str, Any]) -> list[Any]:
     read = state.digests()
     state.train(seed=4)
     return [read, state.digests()]
-
-
-def pass_on(paths: list[str], folder: str) -> dict[str, str]:
-    """Read a checkpoint of any model, each rank its rows, and save it again."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    stored = StoredTensors(paths)
-    parameters = {
-        name.removeprefix("master/"): distribute_tensor(torch.zeros(stored.shape(name)), mesh, [Shard(0)])
-        for name in stored
-        if name.startswith("master/")
-    }
-    tensors = dict(RankTensors(paths, parameters))
-    assert {type(tensor) for name, tensor in tensors.items() if not name.startswith("random/")} == {DTensor}
-    save_shards(tensors, folder)
-    return digests(tensors)
-
-
-def save_without_room(folder: str) -> None:
-    """The disk of rank 1 is full."""
-    state = trained()
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    save_shards(state.tensors()[0], folder)
 
 
 def save_and_be_killed(folder: str) -> None:

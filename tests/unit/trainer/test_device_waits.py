@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_trainer import trainer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tiny
-from local_trainer import local_trainer
-from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models import kernels
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Tally, totals_of
@@ -56,17 +54,11 @@ class Transfers(TorchFunctionMode):
 
 def waits(micro_batch_tokens: int, algorithm: dict[str, Any], num_groups: int) -> Counter[str]:
     """Of one training step."""
-    trainer = local_trainer(
-        tiny.loaded(),
-        TrainConfig(micro_batch_tokens=micro_batch_tokens, minibatches_per_step=2),
-        AlgorithmConfig.model_validate(algorithm),
-        dtype=torch.float32,
-        max_new_tokens=16,
-    )
+    made = trainer(algorithm, micro_batch_tokens=micro_batch_tokens, minibatches_per_step=2)
     batch = Batch(random_samples(1, num_groups, 4))
-    trainer.train_step(batch)
+    made.train_step(batch)
     with Waits() as counted, Transfers(counted.found):
-        trainer.train_step(batch)
+        made.train_step(batch)
     return counted.found
 
 
@@ -90,7 +82,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 def test_a_step_waits_as_often_for_many_micro_batches_as_for_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a GPU: kernels check that they get memory of the CPU.
     monkeypatch.setattr(kernels, "for_device", lambda device_type: None)
-    few, many = waits(10_000, ALGORITHMS[name], 2), waits(1, ALGORITHMS[name], 6)
+    few, many = waits(10_000, ALGORITHMS[name], 2), waits(1, ALGORITHMS[name], 4)
     assert few == many
     # The two updates' gradient norms, the sums of all micro-batches, and each stream of log-probs or values.
     assert sum(few.values()) <= 14, few

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
+import tiny_trainer
 import torch
+from tiny_trainer import recorded, restored, weights
 
 import tiny
-from local_trainer import local_trainer
-from rollover.config import AlgorithmConfig, DistillConfig, LoraConfig, TrainConfig
+from rollover.config import DistillConfig, LoraConfig
 from rollover.trainer.backend import TEACHER, Stream
 from rollover.trainer.batch import Batch
 from rollover.trainer.distill import Divergence, discounted_sums, teacher_inputs, with_teacher_advantages
@@ -25,41 +25,19 @@ SAMPLES = random_samples(3)
 MODEL = {"teacher": "other"}
 
 
-def trainer(
-    distill: dict[str, Any],
-    *,
-    teacher_seed: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    algorithm: dict[str, Any] | None = None,
-    max_staleness: int = 0,
-    lora: LoraConfig | None = None,
-    **train: Any,
-) -> Trainer:
+def trainer(distill: dict[str, Any], *, teacher_seed: int | None = None, **options: Any) -> Trainer:
     """`teacher_seed`: of another model of random weights; the policy's is 0."""
-    return local_trainer(
-        tiny.loaded(),
-        TrainConfig.model_validate({"learning_rate": 1e-2, "num_steps": 20, "micro_batch_tokens": 60, **train}),
-        AlgorithmConfig.model_validate(algorithm or {}),
-        dtype=dtype,
-        max_new_tokens=16,
-        max_staleness=max_staleness,
-        lora=lora,
-        distill=DistillConfig.model_validate(distill),
-        teacher=None if teacher_seed is None else tiny.loaded(seed=teacher_seed, dtype=dtype),
-    )
+    teacher = None
+    if teacher_seed is not None:
+        teacher = tiny.loaded(seed=teacher_seed, dtype=options.get("dtype", torch.float32))
+    algorithm = options.pop("algorithm", {})
+    return tiny_trainer.trainer(algorithm, distill=DistillConfig.model_validate(distill), teacher=teacher, **options)
 
 
 def trained(made: Trainer, samples: list[Sample]) -> tuple[dict[str, float], dict[str, Sample]]:
     """A step of `samples`: its metrics, and the samples that the backend was given."""
-    seen: dict[str, Sample] = {}
-    original = made.backend.forward_backward
-
-    def spy(part: list[Sample], *args: Any) -> Any:
-        seen.update({s.rollout_id: s for s in part})
-        return original(part, *args)
-
-    with mock.patch.object(made.backend, "forward_backward", spy):
-        return made.train_step(Batch(samples)), seen
+    passes = recorded(made)
+    return made.train_step(Batch(samples)), {s.rollout_id: s for part in passes for s in part}
 
 
 def advantages(sample: Sample) -> np.ndarray:
@@ -88,11 +66,8 @@ def test_a_later_token_counts_relative_to_the_own_one() -> None:
 
 def test_by_hand() -> None:
     """Environment tokens between are no steps, the clip comes before the sum, and the coefficient after it."""
-    mask = np.array([True, False, False, True, True])
-    sample = Sample(
-        "0-0", 0, np.array([5], np.int32), np.arange(5, dtype=np.int32), mask,
-        {"behavior_logprobs": np.zeros(5, np.float32), "advantages": np.full(5, 0.25, np.float32)}, 1.0,
-    )  # fmt: skip
+    sample = tiny_trainer.sample("0-0", [5], range(5), [1, 0, 0, 1, 1], advantages=0.25)
+    mask = sample.mask
     sample = sample.with_loss_stream("teacher_logprobs", np.array([-1.0, -9.0, -0.5], np.float32))
     sample = sample.with_loss_stream("start_logprobs", np.array([-1.5, -1.0, -1.5], np.float32))
     # d = 0.5, -8 (clipped to -2), 1
@@ -130,62 +105,49 @@ def test_distill_gradient_without_discount_is_kl_gradient() -> None:
     torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("of", ["initial", "model"])
-def test_a_teacher_that_is_the_student_changes_nothing(of: str, dtype: torch.dtype) -> None:
-    made = trainer(
-        {"teacher": "initial" if of == "initial" else "other"}, dtype=dtype, teacher_seed=0 if of == "model" else None
-    )
-    before, _ = made.backend.save_state()
-    before = {name: tensor.clone() for name, tensor in before.items() if name.startswith("master/")}
-    metrics, _ = trained(made, SAMPLES)
+@pytest.mark.parametrize(
+    ("teacher", "seed", "dtype"),
+    [("initial", None, torch.float32), ("other", 0, torch.float32), ("other", 0, torch.bfloat16)],
+)
+def test_a_teacher_that_is_the_student_changes_nothing(teacher: str, seed: int | None, dtype: torch.dtype) -> None:
+    made = trainer({"teacher": teacher}, dtype=dtype, teacher_seed=seed)
+    before = weights(made)
+    metrics = made.train_step(Batch(SAMPLES))
     assert metrics["grad_norm"] == 0.0 and metrics["distill/kl"] == 0.0 and metrics["loss"] == 0.0
-    after, _ = made.backend.save_state()
-    assert before and all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert torch.equal(weights(made), before)
 
 
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "step_start": {},
-    "behavior": {"proximal": "behavior"},
-    "interpolated": {"proximal": "interpolated"},
-    "snapshot": {"proximal": "snapshot"},
-    "reinforce": {"loss": "reinforce"},
-}
-
-
-@pytest.mark.parametrize("minibatches", [1, 3])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_distill_advantages_use_policy_at_step_start(name: str, minibatches: int) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "minibatches"),
+    [
+        ({}, 3),
+        ({"proximal": "behavior"}, 3),
+        ({"proximal": "interpolated"}, 1),
+        ({"proximal": "snapshot"}, 3),
+        ({"loss": "reinforce"}, 1),
+    ],
+    ids=str,
+)
+def test_distill_advantages_use_policy_at_step_start(algorithm: dict[str, Any], minibatches: int) -> None:
     """Whatever the proximal policy is, however stale the tokens are, and in every minibatch."""
     made = trainer(
         {"teacher": "other", "discount": 0.5, "coef": 2.0, "clip": 1.0}, teacher_seed=1, max_staleness=2,
-        algorithm=ALGORITHMS[name], minibatches_per_step=minibatches,
+        algorithm=algorithm, minibatches_per_step=minibatches,
     )  # fmt: skip
     for _ in range(2):
         made.train_step(Batch(SAMPLES))
     samples = [s.with_streams(versions=np.full_like(s.versions, i % 3)) for i, s in enumerate(SAMPLES)]
     d, policy = log_ratios(made, samples), made.backend.compute_logprobs(samples)
-    weights = {s.rollout_id: np.exp(policy[s.rollout_id] - s.behavior_logprobs[s.mask]).clip(max=2) for s in samples}
+    ratios = {s.rollout_id: np.exp(policy[s.rollout_id] - s.behavior_logprobs[s.mask]) for s in samples}
     metrics, seen = trained(made, samples)
     assert seen.keys() == d.keys()
     for rollout_id, values in d.items():
         expected = 2.0 * discounted_sums(values.clip(-1.0, 1.0), 0.5)
         np.testing.assert_allclose(advantages(seen[rollout_id]), expected, atol=1e-4)
-    everything, weights = np.concatenate(list(d.values())), np.concatenate([weights[key] for key in d])
-    assert metrics["distill/kl"] == pytest.approx(-(weights * everything).mean(), abs=1e-4)
+    everything, weight = np.concatenate(list(d.values())), np.concatenate([ratios[key] for key in d])
+    assert metrics["distill/kl"] == pytest.approx(-(weight.clip(max=2) * everything).mean(), abs=1e-4)
     assert metrics["distill/clipped_share"] == pytest.approx((np.abs(everything) > 1).mean(), abs=0.03)
     assert metrics["grad_norm"] > 0 and 0 < made.seconds["time/teacher_s"] < 60
-
-
-def test_the_loss_of_a_step_is_the_closed_form() -> None:
-    """On policy the ratio is 1, so the loss is minus the mean of the advantages; rewards have no part in it."""
-    made = trainer({"teacher": "other"}, teacher_seed=1)
-    samples = [s.with_streams(behavior_logprobs=s.behavior_logprobs * 0) for s in SAMPLES]
-    logprobs = made.backend.compute_logprobs(samples)
-    for s in samples:
-        s.behavior_logprobs[s.mask] = logprobs[s.rollout_id]
-    d = np.concatenate(list(log_ratios(made, samples).values())).clip(-10, 10)
-    assert made.train_step(Batch(samples))["loss"] == pytest.approx(-d.mean(), rel=1e-4)
 
 
 def test_privileged_prompt_matches_closed_form() -> None:
@@ -246,11 +208,8 @@ def test_refreshed_teacher_resumes_from_checkpoint(lora: LoraConfig | None) -> N
         for rollout_id, values in scores[version // 3 * 3].items():
             np.testing.assert_array_equal(taught[rollout_id], values)
         if version == 4:
-            tensors, meta = made.backend.save_state()
-            saved = {name: tensor.clone() for name, tensor in tensors.items()}
+            again = restored(made, trainer(distill, lora=lora))
         made.train_step(Batch(SAMPLES))
-    again = trainer(distill, lora=lora)
-    again.backend.load_state(saved, meta)
     for _ in range(4, 8):
         again.train_step(Batch(SAMPLES))
     ours, theirs = made.backend.save_state()[0], again.backend.save_state()[0]
@@ -280,9 +239,8 @@ def test_initial_teacher_keeps_initial_weights_only() -> None:
     ],
 )
 def test_a_checkpoint_without_the_teachers_weights_is_refused(distill: dict[str, Any], setting: str) -> None:
-    tensors, meta = trainer({}).backend.save_state()
     with pytest.raises(ValueError, match=f"--resume with .*{setting}.*: the checkpoint holds no such weights"):
-        trainer(distill).backend.load_state(tensors, meta)
+        restored(trainer({}), trainer(distill))
 
 
 def test_a_teachers_passes_are_counted() -> None:

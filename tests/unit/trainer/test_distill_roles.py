@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_trainer import TOGETHER, recorded, trainer
 
 import tiny
-from local_trainer import local_trainer
 from rollover import Played, distilled, ready_episodes
 from rollover.algorithms.grouping import Grouping
 from rollover.api.settings import Arguments
@@ -75,20 +75,11 @@ def test_taught_role_needs_no_reward() -> None:
 def test_the_teacher_gives_advantages_to_its_roles_alone() -> None:
     of = config(JUDGED | {"coef": 2.0})
     samples = batch(of, group()).samples
-    made = local_trainer(
-        tiny.loaded(), of.train, of.algorithm, dtype=of_float32(), max_new_tokens=16, distill=of.distill,
-        teacher=tiny.loaded(seed=1),
-    )  # fmt: skip
+    made = trainer(of.algorithm, distill=of.distill, teacher=tiny.loaded(seed=1))
     policy, teacher = made.backend.compute_logprobs(samples), made.backend.compute_logprobs(samples, TEACHER)
-    seen: dict[str, list[float]] = {}
-    original = made.backend.forward_backward
-
-    def spy(part: list[Any], *args: Any) -> Any:
-        seen.update({s.rollout_id: s.advantages.tolist() for s in part})
-        return original(part, *args)
-
-    made.backend.forward_backward = spy  # type: ignore[method-assign]
+    passes = recorded(made)
     metrics = made.train_step(Batch(samples))
+    seen = {s.rollout_id: s.advantages.tolist() for part in passes for s in part}
     expected = {i: 2.0 * (teacher[i] - policy[i]).astype(float) for i in ("0-0.1.0", "0-1.1.0")}
     assert seen["0-0"] == [0.5] * 2 and seen["0-1"] == [-0.5] * 2
     for rollout_id, values in expected.items():
@@ -97,12 +88,6 @@ def test_the_teacher_gives_advantages_to_its_roles_alone() -> None:
     weights = {i: np.minimum(np.exp(policy[i] - behavior[i]), 2.0) for i in expected}
     kl = -np.mean([weights[i] * values / 2 for i, values in expected.items()])
     assert metrics["distill/kl"] == pytest.approx(kl, abs=1e-5), "of the judges' tokens alone"
-
-
-def of_float32() -> Any:
-    import torch
-
-    return torch.float32
 
 
 def test_a_privileged_prompt_is_asked_for_taught_roles_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +118,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_grouping_of_taught_with_other_role_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text(
-        "from rollover import TrajectoryGroup\n"
-        "def together(episodes):\n"
-        "    return [TrajectoryGroup(tuple(t for e in episodes for t in e.trajectories))]\n"
-    )
+    Path("own.py").write_text(TOGETHER)
     with pytest.raises(ValueError, match=r"'dr_grpo' and 'distill.teacher': put them into groups of their own"):
         batch(config(JUDGED, workflow={"group_by": "own.py:together"}), group())
 

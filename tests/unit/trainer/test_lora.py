@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import tiny_trainer
 import torch
 from safetensors.torch import load_file
+from tiny_trainer import restored, sample
 from transformers import AutoModelForCausalLM
 
 import tiny
-from local_trainer import local_trainer
-from rollover.config import AlgorithmConfig, LoraConfig, ModelConfig, TrainConfig
-from rollover.models.load import LoadedModel, load_model
+from rollover.config import Config, EngineConfig, LoraConfig, ModelConfig, RunConfig
+from rollover.engine.embedded.engine import EmbeddedEngine
+from rollover.engine.protocol import ExtendRequest
+from rollover.models.adapters import names
+from rollover.models.load import cast_parameters, load_model
+from rollover.run.setup import EvalComponents
 from rollover.trainer.batch import Batch
 from rollover.trainer.lora import ADAPTER, add_lora, read_adapter
 from rollover.trainer.objective import Counts
 from rollover.trainer.streams import with_stream
 from rollover.trainer.trainer import Trainer
+from rollover.types import Prompt, Sample, SamplingParams, Segment
 from samples import random_samples
 from virtual_time import at_once
 
@@ -28,16 +35,10 @@ SAMPLES = random_samples(1)
 TARGETS = ["q_proj", "down_proj"]
 
 
-def trainer(dtype: torch.dtype = torch.float32, dropout: float = 0.0, **train: Any) -> Trainer:
+def trainer(dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Trainer:
     torch.manual_seed(3)
-    return local_trainer(
-        tiny.loaded(),
-        TrainConfig.model_validate({"learning_rate": 1e-2, "num_steps": 10, **train}),
-        AlgorithmConfig(),
-        dtype=dtype,
-        max_new_tokens=16,
-        lora=LoraConfig(rank=4, alpha=8.0, dropout=dropout, target_modules=TARGETS),
-    )
+    lora = LoraConfig(rank=4, alpha=8.0, dropout=dropout, target_modules=TARGETS)
+    return tiny_trainer.trainer(dtype=dtype, adam_eps=1e-8, lora=lora)
 
 
 def test_only_adapters_have_masters_and_change() -> None:
@@ -69,49 +70,17 @@ def test_the_saved_model_is_the_merge(dtype: torch.dtype, tmp_path: Path) -> Non
         torch.testing.assert_close(parameter.float(), merged[name].to(dtype).float(), atol=1e-6, rtol=0)
         assert torch.equal(parameter, start[name].to(dtype)) != any(f".{x}." in name for x in TARGETS)
 
-    reference = local_trainer(tiny.loaded(), TrainConfig(), AlgorithmConfig(), dtype=dtype, max_new_tokens=16)
+    reference = tiny_trainer.trainer(dtype=dtype)
     tiny.local(reference).model.load_state_dict(saved, strict=False)
     expected, got = reference.backend.compute_logprobs(SAMPLES), t.backend.compute_logprobs(SAMPLES)
     for key, value in expected.items():
         np.testing.assert_allclose(got[key], value, atol=2e-5 if dtype == torch.float32 else 0.15)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_peft_loads_the_saved_adapters_over_the_base_model(family: str, tmp_path: Path) -> None:
-    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256} if family == "gpt2" else {}
-    tiny.save(tmp_path / "base", family, **sizes)
-    torch.manual_seed(3)
-    t = local_trainer(
-        LoadedModel(tiny.model(family, **sizes), tiny.tokenizer(), str(tmp_path / "base")),
-        TrainConfig(learning_rate=1e-2, num_steps=10),
-        AlgorithmConfig(),
-        dtype=torch.float32,
-        max_new_tokens=16,
-        lora=LoraConfig(rank=4, alpha=5.3, target_modules=TARGETS if family == "llama" else ["c_attn"]),
-    )
-    for _ in range(3):
-        t.train_step(Batch(SAMPLES))
-    t.backend.save_model(tmp_path / "merged")
-    for folder in (tmp_path / "merged", tmp_path / "merged" / "adapter"):
-        assert all(file.stat().st_mode & 0o044 == 0o044 for file in folder.glob("*.safetensors"))
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    from peft import PeftModel  # which takes seconds to import
-
-    model = PeftModel.from_pretrained(base, tmp_path / "merged" / "adapter").eval()
-    assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
-    ours = t.backend.compute_logprobs(SAMPLES)
-    for s in SAMPLES:
-        ids = torch.tensor([[*s.prompt_ids, *s.token_ids]])
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(s.prompt_ids) - 1 : -1] / s.temperature
-        theirs = logits.log_softmax(-1).gather(-1, ids[0, len(s.prompt_ids) :, None])[:, 0].numpy()
-        np.testing.assert_allclose(ours[s.rollout_id], theirs[s.mask], atol=1e-5)
-
-
 def test_saved_model_keeps_stored_buffers(tmp_path: Path) -> None:
     start = load_model(ModelConfig(path=str(tiny.save_routed(tmp_path / "base"))))
     lora = LoraConfig(rank=4, target_modules=["q_proj"])
-    t = local_trainer(start, TrainConfig(), AlgorithmConfig(), dtype=torch.bfloat16, max_new_tokens=16, lora=lora)
+    t = tiny_trainer.trainer(loaded=start, dtype=torch.bfloat16, lora=lora)
     t.backend.save_model(tmp_path / "merged")
     base, merged = (load_file(tmp_path / n / "model.safetensors") for n in ("base", "merged"))
     assert merged.keys() == base.keys()
@@ -137,29 +106,10 @@ def test_adapters_are_saved_in_float32(tmp_path: Path) -> None:
     assert all(float(scale) == float(handed[name]) == 2.0 for name, scale in parts if name.endswith("lora_scale"))
 
 
-def test_layers_with_the_weight_the_other_way_round_are_merged(tmp_path: Path) -> None:
-    t = local_trainer(
-        tiny.loaded("gpt2", n_embd=64, n_head=4, n_layer=2, n_positions=256),
-        TrainConfig(learning_rate=1e-2, num_steps=10),
-        AlgorithmConfig(),
-        dtype=torch.float32,
-        max_new_tokens=16,
-        lora=LoraConfig(rank=4, alpha=8.0, target_modules=["c_attn"]),
-    )
-    for _ in range(3):
-        t.train_step(Batch(SAMPLES))
-    t.backend.save_model(tmp_path / "merged")
-    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters())
-    for name, parameter in copy.deepcopy(tiny.local(t).model).merge_and_unload().named_parameters():
-        torch.testing.assert_close(saved[name], parameter, atol=1e-6, rtol=0)
-
-
 def test_resumed_adapters_publish_everything_again() -> None:
     t = trainer()
     t.train_step(Batch(SAMPLES))
-    tensors, meta = t.backend.save_state()
-    resumed = trainer()
-    resumed.backend.load_state({k: v.clone() for k, v in tensors.items()}, meta)
+    resumed = restored(t, trainer())
     expected, got = dict(at_once(t.backend.publish())), dict(at_once(resumed.backend.publish()))
     assert got.keys() == expected.keys() > dict(tiny.model().named_parameters()).keys()
     assert all(torch.equal(got[n], expected[n]) for n in got)
@@ -167,17 +117,12 @@ def test_resumed_adapters_publish_everything_again() -> None:
 
 
 def test_dropout_acts_in_training_only() -> None:
-    t = trainer(dropout=0.5, micro_batch_tokens=40)
+    t = trainer(dropout=0.5)
     for _ in range(3):
         t.train_step(Batch(SAMPLES))  # adapters start at zero, where dropout has no effect
-    assert all(
-        np.array_equal(a, b) for a, b in zip(*(t.backend.compute_logprobs(SAMPLES).values() for _ in "ab"), strict=True)
-    )
     clean = t.backend.compute_logprobs(SAMPLES)
     t.backend.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
-    assert all(np.array_equal(v, clean[k]) for k, v in t.backend.compute_logprobs(SAMPLES).items()), (
-        "after a training pass too"
-    )
+    assert all(np.array_equal(v, clean[k]) for k, v in t.backend.compute_logprobs(SAMPLES).items())
     proximal = with_stream(SAMPLES, "proximal_logprobs", t.backend.compute_logprobs(SAMPLES))
     losses = [
         t.backend.forward_backward(proximal, Counts.from_samples(proximal)).totals()["max/ratio"] for _ in range(2)
@@ -197,3 +142,123 @@ def test_dropout_acts_in_training_only() -> None:
 def test_bad_targets_are_errors(targets: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"model.lora.target_modules: .*{message}"):
         add_lora(tiny.model(), LoraConfig(rank=4, target_modules=targets))
+
+
+# Of these, query_key_value has an adapter in two of its three parts, and gate_up in one of two.
+ENGINE_TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
+# Packed weights; weights as the modules have them (biases too); the modules themselves.
+FAMILIES = ("llama", "qwen2", "gemma3_text")
+
+
+def trained(family: str, dtype: torch.dtype, *, steps: int = 20, base: Path | None = None) -> Trainer:
+    torch.manual_seed(3)
+    made = tiny_trainer.trainer(
+        loaded=tiny.loaded(family) if base is None else load_model(ModelConfig(path=str(base))),
+        learning_rate=1e-5,
+        adam_eps=1e-8,
+        dtype=dtype,
+        lora=LoraConfig(rank=4, alpha=10.6, target_modules=ENGINE_TARGETS),  # a scale that bfloat16 has not
+    )
+    for _ in range(steps):
+        made.train_step(Batch(random_samples(1)))
+    return made
+
+
+def make_engine(family: str, dtype: torch.dtype) -> EmbeddedEngine:
+    model = tiny.model(family)
+    cast_parameters(model, dtype)
+    return EmbeddedEngine(model.requires_grad_(False), EngineConfig(kv_memory_gb=0.1))
+
+
+def sampled(engine: EmbeddedEngine) -> list[Sample]:
+    """16 rollouts of 24 tokens."""
+    requests = [
+        ExtendRequest(str(i), Prompt.of(range(3 + i, 20 + i)), (), 24, i, SamplingParams(temperature=1.0))
+        for i in range(16)
+    ]
+
+    async def all_of_them() -> list[list[Segment]]:
+        return await asyncio.gather(*(engine.extend(r) for r in requests))
+
+    made = zip(requests, asyncio.run(all_of_them()), strict=True)
+    return [
+        sample(r.rollout_id, r.prompt.ids, segment.token_ids, behavior_logprobs=segment.logprobs)
+        for r, (segment,) in made
+    ]
+
+
+def apart(trainer: Trainer, engine: EmbeddedEngine) -> float:
+    """Mean difference between the log-probs of the engine, of what it samples, and the trainer's."""
+    samples = sampled(engine)
+    ours = trainer.backend.compute_logprobs(samples)
+    return float(np.mean([np.abs(ours[s.rollout_id] - s.behavior_logprobs).mean() for s in samples]))
+
+
+def difference(trainer: Trainer, family: str, dtype: torch.dtype, tensors: Iterable[tuple[str, torch.Tensor]]) -> float:
+    engine = make_engine(family, dtype)
+    at_once(engine.load_weights(1, tensors))
+    return apart(trainer, engine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_engine_and_trainer_agree_after_training(family: str, dtype: torch.dtype) -> None:
+    """In bfloat16 as well as before any update. Weights merged and rounded to bfloat16 are 0.001 nats off."""
+    trainer = trained(family, dtype)
+    before = difference(trained(family, dtype, steps=0), family, dtype, [])
+    tensors = dict(at_once(trainer.backend.publish()))
+    assert difference(trainer, family, dtype, tensors.items()) < max(1.2 * before, 1e-4)
+    moved = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    assert difference(trainer, family, dtype, moved.items()) > 2e-4, "the training is not to be seen"
+
+
+def test_what_a_run_saved_is_evaluated_as_it_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The adapters beside the base model's weights; where that is gone, the merged weights, and it is said."""
+    base, saved = tiny.save(tmp_path / "base"), tmp_path / "run" / "model"
+    trainer = trained("llama", torch.bfloat16, base=base)
+    trainer.backend.save_model(saved)
+    config = Config(
+        model=ModelConfig(dtype="bfloat16"),
+        engine=EngineConfig(kv_memory_gb=0.1),
+        run=RunConfig(threads=torch.get_num_threads()),
+    )
+
+    def evaluated() -> float:
+        return apart(trainer, at_once(EvalComponents.build(config, str(saved), with_rewards=False)).engine)
+
+    assert evaluated() < 1e-4
+    assert f"{saved}: its adapters are used over {base}: merged, small updates" in capsys.readouterr().err
+    base.rename(tmp_path / "elsewhere")
+    assert evaluated() > 2e-4
+    assert "the merged weights are used, in which small updates are rounded away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_hand_overs_hold_adapters_alone_and_suffice(family: str) -> None:
+    trainer = trained(family, torch.bfloat16, steps=1)
+    engine = make_engine(family, torch.bfloat16)
+    first = list(at_once(trainer.backend.publish()))
+    at_once(engine.load_weights(1, first))
+    for _ in range(3):
+        trainer.train_step(Batch(random_samples(1)))
+    second = {name: tensor.clone() for name, tensor in at_once(trainer.backend.publish())}
+    layers = {name.removesuffix(".weight") for name, _ in first if any(f".{t}.weight" in name for t in ENGINE_TARGETS)}
+    assert second.keys() == {part for layer in layers for part in names(layer)}
+    cost = at_once(engine.load_weights(2, second.items()))
+    assert cost.num_bytes == sum(t.numel() * t.element_size() for t in second.values())
+    whole = make_engine(family, torch.bfloat16)
+    at_once(whole.load_weights(2, [*first, *second.items()]))
+    for a, b in zip(sampled(engine), sampled(whole), strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.behavior_logprobs, b.behavior_logprobs)
+
+
+def test_the_engine_keeps_a_copy() -> None:
+    """What is handed over are views of what is trained on."""
+    trainer = trained("llama", torch.float32, steps=1)
+    engine = make_engine("llama", torch.float32)
+    at_once(engine.load_weights(1, at_once(trainer.backend.publish())))
+    before = sampled(engine)
+    for _ in range(5):
+        trainer.train_step(Batch(random_samples(1)))
+    for a, b in zip(before, sampled(engine), strict=True):
+        assert np.array_equal(a.behavior_logprobs, b.behavior_logprobs)

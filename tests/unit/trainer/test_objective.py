@@ -8,33 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_trainer import recorded, trainer
 
 import tiny
-from local_trainer import local_trainer
 from rollover.algorithms import correction
 from rollover.algorithms.token_batch import TokenBatch
-from rollover.config import AlgorithmConfig, TrainConfig
-from rollover.models.logprobs import Head, chunked_logprobs
+from rollover.config import AlgorithmConfig
 from rollover.trainer.batch import Batch
-from rollover.trainer.objective import Counts, Objective, Tally, rate_scale
-from rollover.trainer.trainer import Trainer
+from rollover.trainer.objective import Counts, Objective, rate_scale
 from rollover.types import Sample
 from samples import random_samples
 
 SAMPLES = random_samples(1)
-
-
-def trainer(
-    algorithm: dict[str, Any], *, dtype: torch.dtype = torch.float32, staleness: int = 0, **train: Any
-) -> Trainer:
-    return local_trainer(
-        tiny.loaded(),
-        TrainConfig.model_validate({"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 40, **train}),
-        AlgorithmConfig.model_validate(algorithm),
-        dtype=dtype,
-        max_new_tokens=16,
-        max_staleness=staleness,
-    )
 
 
 def streams(seed: int = 0) -> TokenBatch:
@@ -66,15 +51,7 @@ def loss_of(given: TokenBatch, **algorithm: Any) -> tuple[float, dict[str, float
     return float(loss), {k: float(v) for k, v in sums.items()}
 
 
-def test_decoupled_is_clip_times_truncated_weights() -> None:
-    given = streams()
-    clip, _ = loss_of(given, loss="clip", correction="token_truncate", correction_cap=1.2, dual_clip=3.0)
-    apart, _ = loss_of(given, loss="decoupled", correction_cap=1.2, dual_clip=3.0)
-    plain, _ = loss_of(given, loss="clip", correction="none", dual_clip=3.0)
-    assert apart == pytest.approx(clip, rel=1e-6) and abs(plain - clip) > 1e-3
-
-
-@pytest.mark.parametrize("mode", ["token_mask", "icepop", "sequence_mask", "segment_truncate"])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "icepop", "sequence_mask", "segment_truncate"])
 def test_the_weight_of_every_mode_multiplies_the_loss(mode: str) -> None:
     """REINFORCE holds no ratio: its weight is current/behavior, whatever the proximal policy (verl's bypass mode)."""
     given = streams()
@@ -103,24 +80,6 @@ def test_the_floor_raises_the_weights_and_counts_what_is_below_it(floor: float, 
     assert float(loss) == pytest.approx(-sum(expected) / 3)
     assert float(sums["sum/weight"]) == pytest.approx(sum(expected))
     assert float(sums["sum/below"]) == (1 if floor else 2)
-
-
-def test_the_off_policy_mask_takes_tokens_out_and_counts_them() -> None:
-    given = streams()
-    off, sums = loss_of(given, loss="reinforce", correction="none", off_policy_mask_above=1e-6)
-    kept = correction.off_policy_sequence_mask(
-        given.advantages_BT, given.logprobs_BT, given.behavior_logprobs_BT, given.mask_BT, threshold=1e-6
-    )
-    terms = -(given.logprobs_BT * given.advantages_BT)
-    assert off == pytest.approx(float(terms[kept].sum() / 8), rel=1e-5)
-    assert sums["sum/off_policy"] == int((given.mask_BT & ~kept).sum()) in (0, 4)
-
-
-def test_off_policy_mask_drops_a_negative_sequence_only() -> None:
-    behavior = streams().logprobs_BT + 1.0  # both rows are far from the policy that sampled them
-    given = streams().with_streams(behavior_logprobs=behavior)
-    _, sums = loss_of(given, correction="none", off_policy_mask_above=0.5)
-    assert sums["sum/off_policy"] == 4  # the row with the negative advantage
 
 
 def test_kl_to_the_reference_and_the_entropy_bonus_are_added() -> None:
@@ -162,7 +121,7 @@ def test_options_of_the_loss_are_checked_before_the_run(tmp_path, monkeypatch) -
     assert own == pytest.approx(2 * loss_of(streams(), loss="reinforce", correction="none")[0])
 
 
-@pytest.mark.parametrize("parameters", ["*, clip_high", "clip_high", "clip_high=5.0", "clip_low=0.1, clip_high=5.0"])
+@pytest.mark.parametrize("parameters", ["*, clip_high", "clip_low=0.1, clip_high=5.0"])
 def test_options_that_an_own_loss_names_come_from_the_configuration(tmp_path, monkeypatch, parameters: str) -> None:
     """However the parameter is written: every option of [algorithm] is one."""
     monkeypatch.chdir(tmp_path)
@@ -204,31 +163,22 @@ def at_versions(samples: list[Sample], *versions: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_snapshot_proximal_is_of_the_weights_that_sampled_each_token(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    t = trainer({"proximal": "snapshot"}, dtype=dtype, staleness=2)
+def test_snapshot_proximal_is_of_the_weights_that_sampled_each_token(dtype: torch.dtype) -> None:
+    t = trainer({"proximal": "snapshot"}, dtype=dtype, max_staleness=2)
     under = {}
     for version in range(3):
         under[version] = t.backend.compute_logprobs(SAMPLES)
         if version < 2:
             t.train_step(Batch(at_versions(SAMPLES, version)))
     mixed = at_versions(SAMPLES, 0, 1, 2)
-    used: list[dict[str, np.ndarray]] = []
-    forward_backward = t.backend.forward_backward
-
-    def spy(samples: list[Sample], counts: Counts) -> Tally:
-        used.append({s.rollout_id: s.in_loss("proximal_logprobs") for s in samples})
-        return forward_backward(samples, counts)
-
-    monkeypatch.setattr(t.backend, "forward_backward", spy)
+    passes = recorded(t)
     for version, expected in under.items():
         again = t.backend.compute_logprobs(SAMPLES, version)
         assert all(np.array_equal(again[rollout_id], values) for rollout_id, values in expected.items())
     with pytest.raises(ValueError, match="weights of policy version 3 are not kept"):
         t.backend.compute_logprobs(SAMPLES, 3)
     ratio = t.train_step(Batch(mixed))["ratio/max"]
-    (got,) = used
+    got = {s.rollout_id: s.in_loss("proximal_logprobs") for part in passes for s in part}
     for s in mixed:
         versions = s.versions[s.mask]
         expected = np.array([under[v][s.rollout_id][i] for i, v in enumerate(versions)])
@@ -240,17 +190,10 @@ def test_snapshot_proximal_is_of_the_weights_that_sampled_each_token(
     }
 
 
-def test_on_policy_snapshots_change_nothing() -> None:
-    for algorithm in ({"proximal": "snapshot"}, {"proximal": "step_start"}):
-        assert trainer(algorithm).train_step(Batch(SAMPLES))["ratio/max"] == 1.0
-
-
 def test_reference_is_the_initial_policy() -> None:
     t = trainer({"kl_coef": 0.5})
     first, second = (t.train_step(Batch(SAMPLES))["kl/reference"] for _ in range(2))
     assert first == 0.0 and second > 1e-4
-    free = trainer({"kl_coef": 1e-9})
-    assert second < [free.train_step(Batch(SAMPLES))["kl/reference"] for _ in range(2)][1] * 1.01
 
 
 def test_zero_advantages_still_count_where_other_terms_need_them() -> None:
@@ -258,33 +201,6 @@ def test_zero_advantages_still_count_where_other_terms_need_them() -> None:
     assert trainer({}).train_step(Batch(flat))["grad_norm"] == 0.0
     metrics = trainer({"entropy_coef": 0.1}).train_step(Batch(flat))
     assert metrics["grad_norm"] > 0 and metrics["train/zero_advantage_tokens"] == 0
-
-
-def test_kept_weights_survive_a_restart() -> None:
-    algorithm = {"proximal": "snapshot", "kl_coef": 0.1}
-    t = trainer(algorithm, staleness=1)
-    t.train_step(Batch(SAMPLES))
-    tensors, meta = t.backend.save_state()
-    again = trainer(algorithm, staleness=1)
-    again.backend.load_state({k: v.clone() for k, v in tensors.items()}, meta)
-    mixed = at_versions(SAMPLES, 0, 1)
-    assert again.train_step(Batch(mixed)) == t.train_step(Batch(mixed))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_entropy_has_its_gradient(temperature: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(7, 6, generator=generator, requires_grad=True)
-    weight = torch.randn(11, 6, generator=generator, requires_grad=True)
-    targets, scale = torch.arange(7), torch.full((7,), temperature)
-    factors = torch.randn(2, 7, generator=generator)
-    logprobs, entropy = chunked_logprobs(hidden, Head(weight, None, None, 1.0), targets, scale, chunk_bytes=3 * 4 * 11)
-    got = torch.autograd.grad((factors[0] * logprobs + factors[1] * entropy).sum(), (hidden, weight))
-    plain = torch.log_softmax(hidden @ weight.T / temperature, -1)
-    picked = plain.gather(1, targets[:, None])[:, 0]
-    loss = (factors[0] * picked - factors[1] * (plain.exp() * plain).sum(-1)).sum()
-    for ours, expected in zip(got, torch.autograd.grad(loss, (hidden, weight)), strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_the_off_policy_mask_works_on_chunked_logprobs() -> None:
@@ -340,20 +256,6 @@ def test_the_bias_corrected_kl_of_stale_tokens_has_the_gradient_of_the_kl() -> N
     assert float((plain - wanted).norm() / wanted.norm()) > 0.1
 
 
-def test_reinforce_with_several_minibatches_weighs_by_current_over_behavior() -> None:
-    """Not by the weights of the step's start over behavior: it holds no ratio that would make up for the difference."""
-    given = streams()
-    got, sums = loss_of(given, loss="reinforce", correction="token_truncate", correction_cap=1.3)
-    ratio = torch.exp(given.logprobs_BT - given.behavior_logprobs_BT).clamp(max=1.3)
-    expected = -(ratio * given.logprobs_BT * given.advantages_BT)[given.mask_BT].sum() / 8
-    assert got == pytest.approx(float(expected), rel=1e-5)
-    t = trainer({"loss": "reinforce"}, minibatches_per_step=3)
-    passes = []
-    t.team.assemble = lambda: passes.append(torch.is_grad_enabled())  # type: ignore[method-assign]
-    assert t.train_step(Batch(SAMPLES))["ratio/max"] == 1.0
-    assert all(passes), "no forward pass is spent on a proximal policy"
-
-
 def test_gmpo_weighs_a_row_by_the_geometric_mean_of_its_tokens_weights() -> None:
     given = streams()
     weights = correction.importance_weights(
@@ -384,12 +286,3 @@ def test_a_loss_of_ones_own_keeps_its_terms_at_advantage_0(tmp_path, monkeypatch
         trainer({"loss": "mine.py:loss"}, skip_zero_advantage=skip).train_step(Batch(flat)) for skip in (True, False)
     ]
     assert runs[0]["grad_norm"] == runs[1]["grad_norm"] > 1 and runs[0]["train/zero_advantage_tokens"] == 0
-
-
-def test_decoupled_weighs_once_however_it_is_made() -> None:
-    given = streams()
-    once, _ = loss_of(given, loss="clip", correction="token_truncate", correction_cap=1.2)
-    assert loss_of(given, loss="decoupled", correction_cap=1.2)[0] == pytest.approx(once)
-    for correction_ in ("none", "sequence_mask"):
-        with pytest.raises(ValueError, match="algorithm.correction has no effect"):
-            AlgorithmConfig(loss="decoupled", correction=correction_)

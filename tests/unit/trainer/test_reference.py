@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_trainer
 import torch
+from tiny_trainer import restored
 
 import tiny
-from local_trainer import local_trainer
-from rollover.config import AlgorithmConfig, Config, LoraConfig, TrainConfig
+from rollover.config import Config, LoraConfig
 from rollover.config.table import UNSETTLED
-from rollover.models.load import LoadedModel, load_model
+from rollover.models.load import load_model
 from rollover.trainer.auxiliary_models import load_reference
 from rollover.trainer.backend import REFERENCE, Stream
 from rollover.trainer.batch import Batch
@@ -25,24 +26,8 @@ from samples import random_samples
 SAMPLES = random_samples(3)
 
 
-def trainer(
-    algorithm: Mapping[str, Any],
-    *,
-    loaded: LoadedModel | None = None,
-    dtype: torch.dtype = torch.float32,
-    lora: LoraConfig | None = None,
-    reference: Mapping[str, torch.Tensor] | None = None,
-    **train: Any,
-) -> Trainer:
-    return local_trainer(
-        loaded or tiny.loaded(),
-        TrainConfig.model_validate({"learning_rate": 1e-2, "num_steps": 20, "micro_batch_tokens": 60, **train}),
-        AlgorithmConfig.model_validate({"kl_coef": 0.1, **algorithm}),
-        dtype=dtype,
-        max_new_tokens=16,
-        lora=lora,
-        reference=reference,
-    )
+def trainer(algorithm: Mapping[str, Any], **options: Any) -> Trainer:
+    return tiny_trainer.trainer({"kl_coef": 0.1, **algorithm}, num_steps=20, adam_eps=1e-8, **options)
 
 
 def of(made: Trainer, version: Any = REFERENCE) -> Stream:
@@ -105,8 +90,7 @@ def test_another_models_weights_are_the_reference(tmp_path: Path) -> None:
     assert load_reference(config(policy), loaded) is None
     # A restart has them from the checkpoint.
     again = trainer(path, reference=parameters(trainer({})))
-    tensors, meta = made.backend.save_state()
-    again.backend.load_state({k: v.clone() for k, v in tensors.items()}, meta)
+    restored(made, again)
     assert again.train_step(Batch(SAMPLES)) == made.train_step(Batch(SAMPLES))
 
 

@@ -44,13 +44,6 @@ def test_score_by_hand() -> None:
     assert signal([1.0, 1.0, 1.0], np.full((3, 1), 0.1)) == 0
 
 
-@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=12), st.integers(1, 5))
-def test_the_largest_scores_stay(scores: list[float], size: int) -> None:
-    b = buffer(*(kept(i, s) for i, s in enumerate(scores)), size=size)
-    assert sorted(k.score for k in b.kept) == sorted(scores)[-size:]
-    assert b.evicted == max(0, len(scores) - size) and ids(b.kept) == sorted(ids(b.kept))
-
-
 def test_what_has_no_signal_is_not_kept() -> None:
     assert len(buffer(kept(0, 0.0), kept(1, math.nan), kept(2, math.inf))) == 0
 

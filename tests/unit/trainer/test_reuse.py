@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from tiny_trainer import TOGETHER, plain_logprobs, plain_model, trainer
 
 import tiny
-from local_trainer import local_trainer
 from rollover import Played, ready_episodes
-from rollover.config import AlgorithmConfig, Config, TrainConfig
+from rollover.config import Config
 from rollover.run.batch_metrics import staleness_metrics
 from rollover.tasks.reroll import Reroll
 from rollover.trainer.batch import Batch, BatchBuilder
@@ -154,14 +153,6 @@ def test_state_round_trip() -> None:
 # Importance weights
 
 
-def logprobs_by_hand(model: Any, prompt: list[int], answer: list[int]) -> list[float]:
-    """transformers' own attention on one sequence, softmax over the whole vocabulary."""
-    model.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + answer])).logits[0].double().log_softmax(-1)
-    return [float(logits[len(prompt) - 1 + i, token]) for i, token in enumerate(answer)]
-
-
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_importance_weights_are_rebuilt_at_each_use(minibatches: int) -> None:
     """Loss of a step by hand: -1/N sum_t min(exp(proximal_t - behavior_t), cap) A_t, at current = proximal.
@@ -171,27 +162,23 @@ def test_importance_weights_are_rebuilt_at_each_use(minibatches: int) -> None:
     """
     of = config(train={"learning_rate": 3e-3, "minibatches_per_step": minibatches})
     r = reuse(of)
-    loaded = tiny.loaded()
-    trainer = local_trainer(loaded, of.train, of.algorithm, dtype=torch.float32, max_new_tokens=8)
+    t = trainer(of.algorithm, learning_rate=3e-3, minibatches_per_step=minibatches)
     first = [two(0, (1.0, 0.0)), two(1, (0.0, 2.0), tokens=(40, 50))]
     batch = build(r, first, 0)
-    trainer.train_step(batch)
+    t.train_step(batch)
     r.after_step(first, batch, 0)
     seen: list[float] = []
     for version in (1, 2, 3):
         fresh = [two(10 * version, (0.0, 0.0), version), two(10 * version + 1, (0.0, 0.0), version)]
         batch = build(r, fresh, version)
         assert batch.replayed == {0, 1} == set(ids(batch))
-        frozen = tiny.loaded()
-        frozen.model.load_state_dict(loaded.model.state_dict())
-        weights, losses = [], []
+        frozen, weights, losses = plain_model(tiny.local(t).model), [], []
         for s in batch.samples:
-            proximal = logprobs_by_hand(frozen.model, s.prompt_ids.tolist(), s.token_ids.tolist())
-            stored = [-4.0 - int(s.rollout_id[-1])] * 2
-            ratios = [float(np.exp(p - b)) for p, b in zip(proximal, stored, strict=True)]
+            proximal = plain_logprobs(frozen, s).tolist()
+            ratios = [float(np.exp(p + 4.0 + int(s.rollout_id[-1]))) for p in proximal]
             weights += ratios
             losses += [-min(ratio, CAP) * float(s.advantages[0]) for ratio in ratios]
-        metrics = trainer.train_step(batch)
+        metrics = t.train_step(batch)
         assert metrics["importance/mean"] == pytest.approx(np.mean(weights), rel=1e-4)
         assert metrics["importance/max"] == pytest.approx(max(weights), rel=1e-4)
         if minibatches == 1:  # else the second one's current weights have moved
@@ -201,55 +188,23 @@ def test_importance_weights_are_rebuilt_at_each_use(minibatches: int) -> None:
     assert max(seen) / min(seen) > 1.02, "the weights moved, and so did the importance weights"
 
 
-def test_the_gradient_of_a_replayed_token_by_hand() -> None:
-    """One group, one step: the gradient is -1/N sum_t w_t A_t grad log pi(token t), with the weights by hand."""
-    of = config()
-    r = reuse(of)
-    step(r, [two(0, (1.0, 0.0))], 0)
-    batch = build(r, [two(1, (0.0, 0.0), 1)], 1)
-    loaded = tiny.loaded()
-    trainer = local_trainer(loaded, TrainConfig(), of.algorithm, dtype=torch.float32, max_new_tokens=8)
-    from rollover.trainer.objective import Counts
-
-    trainer.backend.forward_backward(batch.samples, Counts.from_samples(batch.samples))
-    found = torch.cat([g.flatten() for g in tiny.local(trainer).optimizer.gradients()])
-    model = tiny.model()
-    model.set_attn_implementation("sdpa")
-    loss = torch.zeros(())
-    for s in batch.samples:
-        prompt, answer = s.prompt_ids.tolist(), s.token_ids.tolist()
-        log_probs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
-        for i, token in enumerate(answer):
-            current = log_probs[len(prompt) - 1 + i, token]
-            weight = min(float(torch.exp(current.detach() - float(s.behavior_logprobs[i]))), CAP)
-            loss = loss - weight * float(s.advantages[i]) * current / 4
-    loss.backward()
-    by_name = dict(model.named_parameters())
-    expected = torch.cat([by_name[n].grad.flatten() for n, p in loaded.model.named_parameters() if p.requires_grad])
-    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-6) and float(expected.abs().max()) > 1e-3
-
-
 def test_snapshot_proximal_covers_replayed_versions() -> None:
     """proximal = "snapshot": of a replayed token it is the log-prob under the weights that sampled it."""
     of = config(algorithm={"advantage": "dr_grpo", "proximal": "snapshot"})
-    r, loaded = reuse(of), tiny.loaded()
-    start = tiny.model()
-    algorithm = AlgorithmConfig.model_validate({"advantage": "dr_grpo", "proximal": "snapshot"})
-    train = TrainConfig(learning_rate=3e-3)
-    trainer = local_trainer(loaded, train, algorithm, dtype=torch.float32, max_new_tokens=8, max_staleness=3)
+    r = reuse(of)
+    t = trainer(of.algorithm, learning_rate=3e-3, max_staleness=3)
     first = two(0, (1.0, 0.0))
-    for i, one in enumerate(first.rollouts):  # sampled exactly as the weights of version 0 do
-        exact = logprobs_by_hand(start, list(first.prompt.ids), one.token_ids())
-        one.segments[0] = dataclasses.replace(one.segments[0], logprobs=np.array(exact, dtype=np.float32))
-        assert i < 2
+    exact = t.backend.compute_logprobs(build(r, [first], 0).samples)
+    for one in first.rollouts:  # sampled exactly as the weights of version 0 do
+        one.segments[0] = dataclasses.replace(one.segments[0], logprobs=exact[one.rollout_id])
     batch = build(r, [first], 0)
-    trainer.train_step(batch)
+    t.train_step(batch)
     r.after_step([first], batch, 0)
     for version in (1, 2, 3):
         fresh = [two(10 + version, (0.0, 0.0), version)]
         batch = build(r, fresh, version)
         assert batch.replayed == {0}
-        metrics = trainer.train_step(batch)
+        metrics = t.train_step(batch)
         assert metrics["importance/max"] == pytest.approx(1.0, abs=1e-4) and metrics["ratio/max"] > 1.01
         r.after_step(fresh, batch, version)
 
@@ -270,12 +225,6 @@ def test_masked_group_has_no_signal_at_every_use() -> None:
     assert batch.replayed == {0}, "nothing of the other is in the loss"
     assert [s.mask.any() for s in batch.samples] == [True, True, False]
     assert [m.rollout.rollout_id for m in batch.masked.rollouts] == ["0-2"]
-
-
-def test_own_functions_are_found_at_the_start() -> None:
-    of = config(algorithm={"after_scoring": "nowhere:f"})
-    with pytest.raises(ValueError, match="there is no module 'nowhere'"):
-        BatchBuilder(of, reuse(of).buffer)
 
 
 @pytest.mark.parametrize(
@@ -300,20 +249,11 @@ def test_step_without_loss_token_raises_with_reason(
         build(reuse(config(filters=filters, rollout=rollout)), groups, version)
 
 
-ONE_GROUP = """
-from rollover import TrajectoryGroup
-
-def one_group(episodes):
-    return [TrajectoryGroup(tuple(t for e in episodes for t in e.trajectories))]
-"""
-
-
 def test_replay_keeps_precomputed_multi_role_groups(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(ONE_GROUP)
+    (tmp_path / "mine.py").write_text(TOGETHER)
     roles = {role: {"advantage": "precomputed"} for role in "ab"}
-    r = reuse(
-        config(workflow={"function": "mine.py:agents", "roles": roles, "group_by": f"{tmp_path}/mine.py:one_group"})
-    )
+    grouping = f"{tmp_path}/mine.py:together"
+    r = reuse(config(workflow={"function": "mine.py:agents", "roles": roles, "group_by": grouping}))
     answer = dataclasses.replace(segment([20, 21], logprob=-4.0), stop_reason=StopReason.EOS)
     of = [Played([((5,), [answer])], Reward(1.0, advantages=2.0), role) for role in "ab"]
     step(r, [ready_episodes(0, Task("t", "s", "r", prompt="x"), [of, of])], version=0)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_trainer import trainer
 
-import tiny
-from local_trainer import build_batch, local_trainer
+from local_trainer import build_batch
 from rollover import Played, ready_episodes
 from rollover.algorithms.filters import rollout_filters
 from rollover.algorithms.kl import AdaptiveKL
-from rollover.config import AlgorithmConfig, FiltersConfig, TrainConfig, WorkflowConfig
+from rollover.config import AlgorithmConfig, FiltersConfig, WorkflowConfig
 from rollover.config.traits import ADVANTAGES
 from rollover.trainer.batch import Batch, sampled
 from rollover.trainer.reward_kl import Penalties, RewardKL
@@ -208,9 +208,8 @@ def test_a_logprob_that_is_none_is_refused() -> None:
 
 
 def test_a_step_tells_of_it_and_trains_without_a_reference_in_the_loss() -> None:
-    train = TrainConfig.model_validate({"learning_rate": 1e-2, "num_steps": 9, "micro_batch_tokens": 60})
     algorithm = kl_config(kl_coef=0.1, kl_target=0.01, kl_horizon=8)
-    made = local_trainer(tiny.loaded(), train, algorithm, dtype=torch.float32, max_new_tokens=16)
+    made = trainer(algorithm)
     assert made.reward_kl is not None
     of, rows = group([1.0, 0.0, 0.5, 0.0], turns), []
     for _ in range(3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 
-import tiny
 from forked_ranks import RankError, Ranks
-from local_trainer import local_trainer
-from rollover.checkpoint.store import CheckpointStore, CheckpointWriteError, CorruptCheckpointError
-from rollover.config import AlgorithmConfig, TrainConfig
+from rollover.checkpoint.store import CheckpointStore, CorruptCheckpointError
 from rollover.trainer.backend import StoredTensors
-from rollover.trainer.trainer import Batch, Trainer
-from samples import random_samples
-from unit.trainer.shard_jobs import State, digests, trained
+from unit.trainer.shard_jobs import State, digests
 
 Saved = tuple[CheckpointStore, dict[str, str], dict[str, Any]]
 
@@ -75,57 +69,6 @@ def test_they_are_read_by_one_rank_by_four_and_by_one_process(ranks: Ranks, save
                 assert further == alone.digests()
 
 
-def test_what_one_process_saved_is_read_by_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """As a file for each kind, which is what checkpoints without ranks have."""
-    state = trained()
-    tensors, meta = state.tensors()
-    for kind in ("master", "exp_avg", "exp_avg_sq", "kept", "random"):
-        of_kind = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{kind}/")}
-        safetensors.torch.save_file(of_kind, tmp_path / f"trainer-{kind}.safetensors")
-    paths = [str(path) for path in tmp_path.iterdir()]
-    assert [read for read, _ in ranks(2, "load", paths, meta)] == [state.digests()] * 2
-
-
-def made(seed: int, dtype: torch.dtype) -> Trainer:
-    return local_trainer(
-        tiny.loaded(seed=seed),
-        TrainConfig(learning_rate=1e-3, num_steps=10),
-        AlgorithmConfig(kl_coef=0.1),
-        dtype=dtype,
-        max_new_tokens=16,
-    )
-
-
-def test_the_local_backend_goes_on_with_what_ranks_saved(ranks: Ranks, tmp_path: Path) -> None:
-    """Its own state, read by two ranks and saved by them."""
-    trainer, batches = made(0, torch.bfloat16), [Batch(random_samples(i)) for i in range(3)]
-    trainer.train_step(batches[0])
-    tensors, meta = trainer.backend.save_state()
-    safetensors.torch.save_file(tensors, tmp_path / "trainer-all.safetensors")
-    written = digests(tensors)
-    assert {name.partition("/")[0] for name in written} == {"master", "exp_avg", "exp_avg_sq", "kept", "random"}
-    for told in ranks(2, "pass_on", [str(tmp_path / "trainer-all.safetensors")], str(tmp_path / "shards")):
-        assert told == written
-    again = made(9, torch.bfloat16)
-    paths = [str(path) for path in (tmp_path / "shards").rglob("*.safetensors")]
-    tiny.local(again).load_state(StoredTensors(paths), json.loads(json.dumps(meta)))
-    assert digests(again.backend.save_state()[0]) == written
-    for batch in batches[1:]:
-        assert again.train_step(batch) == trainer.train_step(batch)
-
-
-def test_the_full_disk_of_one_rank_is_said_and_leaves_the_earlier_checkpoint(ranks: Ranks, saved: Saved) -> None:
-    store, written, _ = saved
-
-    def write(folder: str) -> None:
-        ranks(2, "save_without_room", folder)
-
-    with pytest.raises(CheckpointWriteError, match=r"step-000003 could not be written.*File too large \(rank 1\)"):
-        store.write("step-000003", {}, [("trainer-", write)])
-    assert [path.name for path in Path(store.dir).iterdir()] == ["step-000002"]
-    assert digests(StoredTensors(stored(store))) == written
-
-
 def test_a_rank_killed_while_it_writes_leaves_the_earlier_checkpoint(ranks: Ranks, saved: Saved) -> None:
     store, written, _ = saved
     lying: list[str] = []
@@ -161,15 +104,6 @@ def test_slices_that_make_no_whole_are_refused(saved: Saved) -> None:
     paths = [path for path in stored(saved[0]) if "trainer-master/shard-00001" not in path]
     with pytest.raises(ValueError, match="slices of master/.* do not make a tensor of shape"):
         StoredTensors(paths)
-
-
-def test_the_state_of_another_model_is_refused_before_anything_changes(saved: Saved, tmp_path: Path) -> None:
-    store, _, meta = saved
-    trainer = made(0, torch.float32)
-    before = digests(trainer.backend.save_state()[0])
-    with pytest.raises(ValueError, match="of another model"):
-        tiny.local(trainer).load_state(StoredTensors(stored(store)), {"optimizer": meta, "policy_version": 2})
-    assert digests(trainer.backend.save_state()[0]) == before
 
 
 def test_tensors_without_dimensions_or_elements_are_stored(tmp_path: Path) -> None:

@@ -4,16 +4,14 @@ the importance weight before its bounds, the weight that the loss took, entropy,
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_trainer import plain_log_softmax, plain_logprobs, plain_model, recorded, rewarded, trainer, weights
 
-import tiny
-from local_trainer import local_trainer
-from rollover.config import AlgorithmConfig, CriticConfig, TrainConfig
+from rollover.config import CriticConfig
 from rollover.track.token_stats import TokenStats
 from rollover.trainer.batch import Batch
 from rollover.trainer.trainer import Trainer
@@ -21,17 +19,11 @@ from rollover.types import Sample
 from samples import random_samples
 
 
-def trainer(algorithm: dict[str, Any], *, tells: bool = True, **train: Any) -> Trainer:
-    values = {"learning_rate": 1e-2, "num_steps": 10, "micro_batch_tokens": 40, "adam_eps": 1e-3, **train}
-    return local_trainer(
-        tiny.loaded(),
-        TrainConfig.model_validate(values),
-        AlgorithmConfig.model_validate(algorithm),
-        dtype=torch.float32,
-        max_new_tokens=16,
-        critic=CriticConfig(),
-        tells_tokens=tells,
-    )
+def told(algorithm: dict[str, Any], **options: Any) -> Trainer:
+    """A trainer after a step of the samples."""
+    of = trainer(algorithm, critic=CriticConfig(), tells_tokens=True, **options)
+    of.train_step(Batch(SAMPLES))
+    return of
 
 
 def near(samples: list[Sample]) -> list[Sample]:
@@ -53,20 +45,13 @@ SAMPLES = near(random_samples(3))
 
 def by_logits(s: Sample, model: Any) -> tuple[np.ndarray, np.ndarray]:
     """(log-probs, entropies) of the loss tokens, without any of our own code."""
-    ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.token_ids])).long()
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1].double() / s.temperature
-    logs = torch.log_softmax(logits, -1)
-    drawn = logs.gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
-    entropy = -(logs.exp() * logs).sum(-1)
-    return drawn.numpy()[s.mask], entropy.numpy()[s.mask]
+    logs = plain_log_softmax(model, s).detach()
+    return plain_logprobs(model, s).detach().numpy(), -(logs.exp() * logs).sum(-1).numpy()
 
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    model = tiny.model()
-    model.set_attn_implementation("eager")
-    return model
+    return plain_model()
 
 
 def clipped(ratio: np.ndarray, advantage: float, low: float, high: float) -> np.ndarray:
@@ -112,8 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_of_each_token_what_the_closed_form_gives(name: str, plain: Any) -> None:
     algorithm, weight_of = CASES[name]
-    of = trainer(algorithm)
-    of.train_step(Batch(SAMPLES))
+    of = told(algorithm)
     seen = set[float]()
     for s in SAMPLES:
         stats, (logprobs, entropies) = of.token_stats[s.rollout_id], by_logits(s, plain)
@@ -129,8 +113,7 @@ def test_of_each_token_what_the_closed_form_gives(name: str, plain: Any) -> None
 
 
 def test_rejected_tokens_have_weight_zero_and_start_ratio(plain: Any) -> None:
-    of = trainer({"rejection": {"token_k2": 0.05}, "correction": "token_truncate", "correction_cap": CAP})
-    of.train_step(Batch(SAMPLES))
+    of = told({"rejection": {"token_k2": 0.05}, "correction": "token_truncate", "correction_cap": CAP})
     rejected = 0
     for s in SAMPLES:
         stats, (logprobs, _) = of.token_stats[s.rollout_id], by_logits(s, plain)
@@ -151,13 +134,9 @@ def same(a: TokenStats, b: TokenStats) -> bool:
 def test_of_several_passes_the_first_is_told(plain: Any) -> None:
     """Of two epochs that before any update, and of the second minibatch that after the first one's."""
     algorithm = {"correction": "token_truncate", "correction_cap": CAP}
-    once = trainer(algorithm)
-    once.train_step(Batch(SAMPLES))
-    twice = trainer(algorithm, epochs_per_step=2)
-    twice.train_step(Batch(SAMPLES))
+    once, twice = told(algorithm), told(algorithm, epochs_per_step=2)
     assert all(same(once.token_stats[s.rollout_id], twice.token_stats[s.rollout_id]) for s in SAMPLES)
-    parts = trainer(algorithm, minibatches_per_step=3)
-    parts.train_step(Batch(SAMPLES))
+    parts = told(algorithm, minibatches_per_step=3)
     first, others = [s for s in SAMPLES if s.group_id == 0], [s for s in SAMPLES if s.group_id > 0]
     for s in first:
         assert parts.token_stats[s.rollout_id].entropies == pytest.approx(by_logits(s, plain)[1], rel=2e-4, abs=1e-5)
@@ -165,27 +144,10 @@ def test_of_several_passes_the_first_is_told(plain: Any) -> None:
     assert min(moved) > 1e-4
 
 
-def test_a_critic_gives_each_token_the_advantage_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = trainer({"advantage": "gae", "gamma": 0.9})
-    rewards = [s.with_streams(advantages=np.eye(1, len(s.mask), len(s.mask) - 1, dtype=np.float32)[0]) for s in SAMPLES]
-    seen: list[np.ndarray] = []
-    forward_backward = of.backend.forward_backward
-
-    def spy(samples: list[Sample], *args: Any) -> Any:
-        seen.extend(s.advantages[s.mask] for s in samples)
-        return forward_backward(samples, *args)
-
-    monkeypatch.setattr(of.backend, "forward_backward", spy)
-    of.train_step(Batch(rewards))
-    told = [of.token_stats[s.rollout_id].advantages for s in rewards]
-    assert len(seen) == len(told) and all(np.array_equal(a, b) for a, b in zip(seen, told, strict=True))
-    assert any(np.ptp(of_sample) > 0 for of_sample in told)
-
-
 def test_what_is_not_computed_has_its_mask_and_advantages_alone() -> None:
     """A rollout whose advantages are all 0 (train.skip_zero_advantage)."""
     zero = [s.with_streams(advantages=0 * s.advantages) if s.group_id == 1 else s for s in SAMPLES]
-    of = trainer({"correction": "token_truncate"})
+    of = trainer({"correction": "token_truncate"}, tells_tokens=True)
     of.train_step(Batch(zero))
     for s in zero:
         stats = of.token_stats[s.rollout_id]
@@ -196,8 +158,7 @@ def test_what_is_not_computed_has_its_mask_and_advantages_alone() -> None:
 def test_gathered_group_by_group_it_is_the_same() -> None:
     """train.streaming_min_groups: the gradient of a group is there before the others are."""
     algorithm = {"correction": "token_truncate", "correction_cap": CAP, "rejection": {"token_k2": 0.2}}
-    whole, parts = trainer(algorithm), trainer(algorithm)
-    whole.train_step(Batch(SAMPLES))
+    whole, parts = told(algorithm), trainer(algorithm, tells_tokens=True)
     for group in (0, 1):
         parts.accumulate([s for s in SAMPLES if s.group_id == group])
     parts.train_step(Batch(SAMPLES))
@@ -210,19 +171,15 @@ def test_gathered_group_by_group_it_is_the_same() -> None:
 
 def test_token_stats_are_optional_and_change_no_weight() -> None:
     algorithm = {"correction": "token_truncate", "correction_cap": CAP, "kl_coef": 0.1, "entropy_coef": 0.1}
-    told, silent = trainer(algorithm), trainer(algorithm, tells=False)
-    rows = [of.train_step(Batch(SAMPLES)) for of in (told, silent)]
-    assert not silent.token_stats and told.token_stats
-    assert rows[0] == rows[1]
-    with_it, without = (of.backend.save_state()[0] for of in (told, silent))
-    assert all(torch.equal(with_it[name], without[name]) for name in with_it if name.startswith("master/"))
+    telling, silent = (trainer(algorithm, tells_tokens=tells) for tells in (True, False))
+    assert telling.train_step(Batch(SAMPLES)) == silent.train_step(Batch(SAMPLES))
+    assert telling.token_stats and not silent.token_stats and torch.equal(weights(telling), weights(silent))
 
 
-def test_a_loss_of_ones_own_is_told_as_its_gradient_has_it() -> None:
-    of = trainer({"loss": "rollover.algorithms.loss:importance_sampling", "correction": "none",
-                  "proximal": "behavior", "allow_uncorrected": True})  # fmt: skip
-    of.train_step(Batch(SAMPLES))
-    for s in SAMPLES:
-        stats = of.token_stats[s.rollout_id]
-        assert stats.loss_weights == pytest.approx(stats.importance_weights, rel=1e-4)
-    assert not any(math.isnan(x) for s in SAMPLES for x in of.token_stats[s.rollout_id].loss_weights)
+def test_a_critic_gives_each_token_the_advantage_that_is_told() -> None:
+    of = trainer({"advantage": "gae", "gamma": 0.9}, critic=CriticConfig(), tells_tokens=True)
+    passes = recorded(of)
+    of.train_step(Batch(rewarded(SAMPLES, [1.0])))
+    seen = {s.rollout_id: s.advantages[s.mask] for part in passes for s in part}
+    assert all(np.array_equal(of.token_stats[i].advantages, advantages) for i, advantages in seen.items())
+    assert len(seen) == len(SAMPLES) and any(np.ptp(advantages) > 0 for advantages in seen.values())

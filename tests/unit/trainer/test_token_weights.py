@@ -7,9 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tiny_trainer import trainer, weights
+from tiny_trainer import plain_log_softmax, plain_model, rewarded, trainer, weights
 
-import tiny
 from rollover.algorithms.advantage import optimal_token_baseline, reinforce_plus_plus_tokens
 from rollover.algorithms.correction import importance_weights
 from rollover.algorithms.loss import high_entropy_mask
@@ -24,27 +23,15 @@ from rollover.types import Sample
 from samples import random_samples
 
 SAMPLES = random_samples(1)
-
-
-def rewarded() -> list[Sample]:
-    """A reward at the last loss token of each, as the batch of an estimator over tokens has it."""
-    out = []
-    for i, s in enumerate(SAMPLES):
-        rewards = np.zeros_like(s.advantages)
-        rewards[np.flatnonzero(s.mask)[-1]] = i % 3
-        out.append(s.with_streams(advantages=rewards))
-    return out
+REWARDED = rewarded(SAMPLES)
 
 
 def test_statistics_are_those_of_the_whole_distribution() -> None:
-    backend, model = trainer({}).backend, tiny.model()
-    model.set_attn_implementation("eager")
+    backend, model = trainer().backend, plain_model()
     found = backend.compute_statistics(SAMPLES)
     logprobs = backend.compute_logprobs(SAMPLES)
     for s in SAMPLES:
-        ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.token_ids]).astype(np.int64))[None]
-        with torch.no_grad():
-            p_TV = (model(ids).logits[0, len(s.prompt_ids) - 1 : -1] / s.temperature).softmax(-1)[s.mask]
+        p_TV = plain_log_softmax(model, s).exp().detach()
         np.testing.assert_array_equal(found[s.rollout_id][:, 0], logprobs[s.rollout_id])
         np.testing.assert_allclose(found[s.rollout_id][:, 1], -(p_TV * p_TV.log()).sum(-1), atol=1e-4)
         np.testing.assert_allclose(found[s.rollout_id][:, 2], p_TV.square().sum(-1), rtol=1e-4)
@@ -59,8 +46,9 @@ def with_statistics(samples: list[Sample], statistics: Stream) -> list[Sample]:
 # Importance weights divided by their mean
 
 
-@pytest.mark.parametrize("minibatches", [1, 3])
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate"])
+@pytest.mark.parametrize(
+    ("mode", "minibatches"), [("token_truncate", 1), ("token_truncate", 3), ("token_mask", 3), ("sequence_truncate", 3)]
+)
 def test_normalized_weights_have_the_mean_1_over_the_step(mode: str, minibatches: int) -> None:
     common = {"correction": mode, "correction_cap": 1.3}
     t = trainer({**common, "correction_normalize": True}, minibatches_per_step=minibatches)
@@ -99,8 +87,7 @@ def test_mean_weight_uses_proximal_and_unrejected_tokens() -> None:
 # The tokens of highest entropy
 
 
-@pytest.mark.parametrize("loss", ["clip", "gspo", "dro"])
-@pytest.mark.parametrize("minibatches", [1, 3])
+@pytest.mark.parametrize(("loss", "minibatches"), [("clip", 1), ("gspo", 3), ("dro", 3)])
 def test_the_share_is_of_each_minibatch_whatever_its_packing(minibatches: int, loss: str) -> None:
     common = {"loss": loss, "kl_coef": 0.3}
     packed = [
@@ -156,10 +143,10 @@ def test_rejected_tokens_leave_entropy_share_and_mean() -> None:
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 def test_reinforce_plus_plus_over_tokens_discounts_them(gamma: float) -> None:
     config = AlgorithmConfig(advantage="reinforce_plus_plus_tokens", gamma=gamma)
-    made = estimate_tokens(config, rewarded())
+    made = estimate_tokens(config, REWARDED)
     width = max(len(s.mask) for s in SAMPLES)
     rewards_BT, mask_BT = torch.zeros(len(SAMPLES), width), torch.zeros(len(SAMPLES), width)
-    for row, s in enumerate(rewarded()):
+    for row, s in enumerate(REWARDED):
         rewards_BT[row, : len(s.mask)] = torch.from_numpy(s.advantages)
         mask_BT[row, : len(s.mask)] = torch.from_numpy(s.mask)
     wanted, _ = reinforce_plus_plus_tokens(rewards_BT, mask_BT, gamma=gamma)
@@ -169,7 +156,7 @@ def test_reinforce_plus_plus_over_tokens_discounts_them(gamma: float) -> None:
     assert (spread > 0.1) == (gamma < 1)
     t = trainer({"advantage": "reinforce_plus_plus_tokens", "gamma": gamma})
     expected = trainer({})
-    t.train_step(Batch(rewarded()))
+    t.train_step(Batch(REWARDED))
     expected.train_step(Batch(made))
     torch.testing.assert_close(weights(t), weights(expected), atol=2e-6, rtol=1e-5)
 
@@ -178,7 +165,7 @@ def test_reinforce_plus_plus_over_tokens_discounts_them(gamma: float) -> None:
 @pytest.mark.parametrize("correction", ["none", "token_truncate"])
 def test_a_step_with_optimal_token_baselines(name: str, correction: str) -> None:
     options = {"advantage": name, "correction": correction}
-    t, samples = trainer(options), rewarded()
+    t, samples = trainer(options), REWARDED
     statistics = t.backend.compute_statistics(samples)
     width = max(len(s.mask) for s in samples)
     streams = torch.zeros(6, len(samples), width)
@@ -206,7 +193,7 @@ def test_a_step_with_optimal_token_baselines(name: str, correction: str) -> None
 
 
 def test_roles_of_a_group_have_baselines_of_their_own() -> None:
-    samples = [dataclasses.replace(s, role="ab"[i % 2]) for i, s in enumerate(rewarded())]
+    samples = [dataclasses.replace(s, role="ab"[i % 2]) for i, s in enumerate(REWARDED)]
     t = trainer({"advantage": "optimal_token_baseline"})
     statistics = t.backend.compute_statistics(samples)
     samples = with_statistics(samples, statistics)
@@ -227,9 +214,6 @@ def test_roles_of_a_group_have_baselines_of_their_own() -> None:
         ({"algorithm.correction_normalize": "true", "train.streaming_min_groups": "2"}, "depends on all tokens of the"),
         ({"algorithm.advantage": "optimal_token_baseline", "train.streaming_min_groups": "2"}, "depend on all groups"),
         ({"algorithm.correction_normalize": "true", "algorithm.loss": "vespo"}, "not a factor that a mean"),
-        ({"algorithm.correction_normalize": "true", "algorithm.correction": "none"}, "normalize has no effect"),
-        ({"algorithm.correction_normalize": "true", "algorithm.proximal": "behavior"}, "normalize has no effect"),
-        ({"algorithm.gamma": "0.9", "algorithm.advantage": "reinforce_plus_plus"}, "algorithm.gamma has no effect"),
         ({"algorithm.advantage": "optimal_token_baseline", "workflow.group_by": "a.py:b"}, "of a group and role"),
         ({"algorithm.advantage": "reinforce_plus_plus_tokens", "replay.size": "4"}, "has estimated its tokens"),
         ({"algorithm.advantage": "optimal_token_baseline", "workflow.credit": "turn_returns"}, "begin with their"),

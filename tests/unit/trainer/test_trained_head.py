@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_trainer import restored, trainer
 
-import tiny
-from local_trainer import local_trainer
-from rollover.config import AlgorithmConfig, TrainConfig
 from rollover.models import logprobs
 from rollover.models.logprobs import Head, chunked_logprobs
 from rollover.models.packed import ShiftedHead, float32_product
@@ -22,22 +20,14 @@ STEPS = 3
 
 def train(**algorithm: Any) -> list[dict[str, float]]:
     """Metrics of a few steps of many micro-batches, two updates each."""
-    trainer = local_trainer(
-        tiny.loaded(),
-        TrainConfig(micro_batch_tokens=1, minibatches_per_step=2, learning_rate=0.01, num_steps=STEPS),
-        AlgorithmConfig.model_validate(algorithm),
-        dtype=torch.bfloat16,
-        max_new_tokens=16,
-        max_staleness=1,
-    )
+    made = trainer(algorithm, micro_batch_tokens=1, minibatches_per_step=2, dtype=torch.bfloat16, max_staleness=1)
     samples = random_samples(3)
     rows = []
     for _ in range(STEPS):
-        rows.append(trainer.train_step(Batch(samples)))
-        tensors, meta = trainer.backend.save_state()
-        trainer.backend.load_state({name: tensor.clone() for name, tensor in tensors.items()}, meta)
+        rows.append(made.train_step(Batch(samples)))
+        restored(made, made)
         for sample in samples:
-            sample.versions[:] = trainer.policy_version
+            sample.versions[:] = made.policy_version
     return rows
 
 

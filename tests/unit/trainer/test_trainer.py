@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_trainer import gradient, plain_logprobs, plain_model, recorded, restored, trainer, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
-from local_trainer import build_batch, local_trainer
-from rollover.config import AlgorithmConfig, TrainConfig
-from rollover.models.load import LoadedModel
+from local_trainer import build_batch
+from rollover.config import AlgorithmConfig
 from rollover.trainer import passes
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.passes import PackedBatch, micro_batches, pack
 from rollover.trainer.streams import with_stream
-from rollover.trainer.trainer import Trainer
 from rollover.types import Sample
 from samples import group, random_samples, rollout, segment
 from virtual_time import at_once
@@ -37,37 +35,8 @@ AGGREGATIONS = [
 SAMPLES = random_samples(1)
 
 
-def trainer(
-    *, dtype: torch.dtype = torch.float32, algorithm: dict[str, Any] | None = None, loaded=None, **train: Any
-) -> Trainer:
-    return local_trainer(
-        loaded or tiny.loaded(),
-        TrainConfig.model_validate({"learning_rate": 1e-3, "num_steps": 10, **train}),
-        AlgorithmConfig.model_validate(algorithm or {}),
-        dtype=dtype,
-        max_new_tokens=16,
-    )
-
-
-def gradients(samples: list[Sample], *, micro_batch_tokens: int, dtype: torch.dtype = torch.float32, **algorithm: Any):
-    """(loss, gradient by parameter) of one minibatch, before any optimizer step."""
-    t = trainer(dtype=dtype, algorithm=algorithm, micro_batch_tokens=micro_batch_tokens)
-    counts = Counts.from_samples(samples)
-    loss = sum(
-        t.backend.forward_backward(m, counts).totals()["sum/loss"] for m in micro_batches(samples, micro_batch_tokens)
-    )
-    return loss, torch.cat([g.flatten() for g in tiny.local(t).optimizer.gradients()])
-
-
-def plain_logprobs(model: Any, sample: Sample) -> torch.Tensor:
-    """Reference: transformers' own attention on one unpacked sequence, float64 softmax over the full vocabulary."""
-    ids = torch.tensor(np.concatenate([sample.prompt_ids, sample.token_ids]), dtype=torch.long)
-    model.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1].double() / sample.temperature
-    model.set_attn_implementation("rollover")
-    picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.token_ids, dtype=torch.long)[:, None])[:, 0]
-    return picked[torch.from_numpy(sample.mask)]
+def gradients(samples: list[Sample], *, micro_batch_tokens: int, **algorithm: Any) -> tuple[float, torch.Tensor]:
+    return gradient(trainer(algorithm, micro_batch_tokens=micro_batch_tokens), samples, micro_batch_tokens)
 
 
 @pytest.mark.parametrize("budget", [1, 40, 10_000])
@@ -75,7 +44,7 @@ def test_logprobs_equal_the_plain_model(budget: int) -> None:
     t = trainer(micro_batch_tokens=budget)
     got = t.backend.compute_logprobs(SAMPLES)
     for sample in SAMPLES:
-        expected = plain_logprobs(tiny.local(t).model, sample).numpy()
+        expected = plain_logprobs(plain_model(), sample).detach()
         np.testing.assert_allclose(got[sample.rollout_id], expected, atol=2e-5)
 
 
@@ -89,59 +58,36 @@ def test_gradient_is_independent_of_micro_batch_split(aggregation: str) -> None:
         assert float((gradient - alone[1]).norm() / alone[1].norm()) < 1e-5
 
 
-def test_aggregations_differ_where_they_should() -> None:
-    """Or the test above would compare one thing six times."""
-    found = {a: gradients(SAMPLES, micro_batch_tokens=10_000, aggregation=a)[0] for a in AGGREGATIONS}
-    assert len({round(x, 6) for x in found.values()}) == len(found)
-    assert found["seq-mean-token-sum-norm"] == pytest.approx(found["seq-mean-token-sum"] / 16, rel=1e-5)
-
-
 def test_gradient_equals_autograd_through_the_plain_model() -> None:
     """token-mean of -w A log pi at the proximal policy: weights, masks, advantages and temperatures all in."""
     cap = 1.5
     _, got = gradients(SAMPLES, micro_batch_tokens=40, correction="token_truncate", correction_cap=cap)
-    model = tiny.model()
-    model.set_attn_implementation("sdpa")
-    total = torch.zeros(())
+    model, total = plain_model(), torch.zeros(())
     for s in SAMPLES:
-        ids = torch.tensor(np.concatenate([s.prompt_ids, s.token_ids]), dtype=torch.long)
-        logits = model(ids[None]).logits[0, len(s.prompt_ids) - 1 : -1] / s.temperature
-        logprobs = torch.log_softmax(logits, -1).gather(1, ids[len(s.prompt_ids) :, None])[:, 0]
-        weights = (logprobs.detach() - torch.from_numpy(s.behavior_logprobs)).exp().clamp(max=cap)
-        total = total - (weights * torch.from_numpy(s.advantages * s.mask) * logprobs).sum()
+        logprobs = plain_logprobs(model, s)
+        ratio = (logprobs.detach() - torch.from_numpy(s.behavior_logprobs[s.mask])).exp()
+        total = total - (ratio.clamp(max=cap) * torch.from_numpy(s.advantages[s.mask]) * logprobs).sum()
     (total / sum(int(s.mask.sum()) for s in SAMPLES)).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert float((got - expected).norm() / expected.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("minibatches", [1, 2])
-def test_training_steps_do_not_depend_on_the_micro_batch_split(aggregation: str, minibatches: int) -> None:
-    runs = []
-    for budget in (1, 40, 10_000):
-        t = trainer(
-            micro_batch_tokens=budget,
-            minibatches_per_step=minibatches,
-            adam_eps=1e-3,  # keeps Adam's first steps from amplifying rounding of near-zero gradients
-            algorithm={"aggregation": aggregation},
-        )
-        metrics = [t.train_step(Batch(SAMPLES)) for _ in range(2)]
-        runs.append((metrics, torch.cat([p.detach().flatten() for p in tiny.local(t).model.parameters()])))
-    for metrics, weights in runs[1:]:
-        torch.testing.assert_close(weights, runs[0][1], atol=2e-6, rtol=1e-5)
-        for got, expected in zip(metrics, runs[0][0], strict=True):
-            assert got == pytest.approx(expected, rel=1e-3, abs=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(
+    ("aggregation", "dtype"),
+    [
+        ("token-mean", torch.float32),
+        ("seq-mean-token-mean", torch.bfloat16),
+        ("seq-mean-token-sum-norm", torch.float32),
+        ("prompt-mean", torch.float32),
+    ],
+)
 def test_a_gradient_that_comes_in_parts_is_the_same(aggregation: str, dtype: torch.dtype) -> None:
     """Whole groups in any order, some of them only with the step; a second step is as if nothing had been."""
     of = {i: [s for s in SAMPLES if s.group_id == i] for i in {s.group_id for s in SAMPLES}}
     algorithm = {"aggregation": aggregation, "kl_coef": 0.1, "entropy_coef": 0.01}
     runs = []
     for order in ([], [0], [2, 0], [0, 1, 2]):
-        t = trainer(dtype=dtype, micro_batch_tokens=40, adam_eps=1e-3, algorithm=algorithm)
+        t = trainer(algorithm, dtype=dtype, learning_rate=1e-3)
         metrics = []
         for _ in range(2):
             for group_id in order:
@@ -150,33 +96,26 @@ def test_a_gradient_that_comes_in_parts_is_the_same(aggregation: str, dtype: tor
         runs.append((metrics, torch.cat([p.detach().flatten() for p in tiny.local(t).optimizer.masters])))
     start = torch.cat([p.detach().flatten() for p in tiny.local(trainer(dtype=dtype)).optimizer.masters])
     tolerance = 1e-4 if dtype is torch.float32 else 0.03
-    for metrics, weights in runs[1:]:
-        assert float((weights - runs[0][1]).norm()) < tolerance * float((runs[0][1] - start).norm())
+    for metrics, masters in runs[1:]:
+        assert float((masters - runs[0][1]).norm()) < tolerance * float((runs[0][1] - start).norm())
         for got, expected in zip(metrics, runs[0][0], strict=True):
             assert got == pytest.approx(expected, rel=1e-3 if dtype is torch.float32 else 0.05, abs=1e-3)
 
 
 def test_accumulated_samples_are_not_computed_again() -> None:
     t = trainer(micro_batch_tokens=1)
-    seen: list[str] = []
-    original = t.backend.forward_backward
-
-    def spy(micro, counts):
-        seen.extend(s.rollout_id for s in micro)
-        return original(micro, counts)
-
-    t.backend.forward_backward = spy  # type: ignore[method-assign]
+    passes = recorded(t)
     t.accumulate([s for s in SAMPLES if s.group_id == 1])
-    assert set(seen) == {s.rollout_id for s in SAMPLES if s.group_id == 1}
+    assert all(s.group_id == 1 for part in passes for s in part)
     t.train_step(Batch(SAMPLES))
-    assert len(seen) == len(set(seen)) == len(SAMPLES)
+    assert sorted(s.rollout_id for part in passes for s in part) == sorted(s.rollout_id for s in SAMPLES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_first_micro_batches_have_ratio_exactly_one(dtype: torch.dtype, checkpointing: bool) -> None:
     """The proximal pass, when there is one, gives the bits of the current log-probs at equal weights."""
-    t = trainer(dtype=dtype, micro_batch_tokens=40, gradient_checkpointing=checkpointing)
+    t = trainer(dtype=dtype, gradient_checkpointing=checkpointing)
     proximal = t.backend.compute_logprobs(SAMPLES)
     counts = Counts.from_samples(SAMPLES)
     for samples in (SAMPLES, with_stream(SAMPLES, "proximal_logprobs", proximal)):
@@ -186,26 +125,6 @@ def test_first_micro_batches_have_ratio_exactly_one(dtype: torch.dtype, checkpoi
             assert sums["sum/ratio"] == sums["count/tokens"]
             assert sums["sum/clipped"] == 0.0
     assert t.train_step(Batch(SAMPLES))["ratio/max"] == 1.0
-
-
-def test_later_minibatches_are_proximal_to_the_start_of_the_step() -> None:
-    start = trainer(micro_batch_tokens=40).backend.compute_logprobs(SAMPLES)
-    t = trainer(micro_batch_tokens=40, minibatches_per_step=3, learning_rate=0.01)
-    seen: list[dict[str, np.ndarray]] = []
-    original = t.backend.forward_backward
-
-    def spy(micro, counts):
-        seen.append({s.rollout_id: s.in_loss("proximal_logprobs") for s in micro if "proximal_logprobs" in s.streams})
-        return original(micro, counts)
-
-    t.backend.forward_backward = spy  # type: ignore[method-assign]
-    metrics = t.train_step(Batch(SAMPLES))
-    used = {k: v for part in seen for k, v in part.items()}
-    assert used.keys() == {s.rollout_id for s in SAMPLES if s.group_id > 0} and not seen[0]
-    for rollout_id, values in used.items():
-        np.testing.assert_allclose(values, start[rollout_id], atol=1e-5)
-    assert metrics["ratio/max"] > 1.01, "the weights moved between the minibatches"
-    assert tiny.local(t).optimizer.step_count == 3 and t.policy_version == 1
 
 
 def test_the_proximal_pass_packs_rows_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +152,7 @@ def test_clip_bounds_come_from_the_config() -> None:
     """In the second minibatch ratios differ from 1; each bound clips its own side."""
 
     def clipped(low: float, high: float) -> float:
-        t = trainer(minibatches_per_step=2, learning_rate=0.01, algorithm={"clip_low": low, "clip_high": high})
+        t = trainer({"clip_low": low, "clip_high": high}, minibatches_per_step=2, micro_batch_tokens=10_000)
         return t.train_step(Batch(random_samples(1, 2, 6)))["clip_fraction"]
 
     lower, upper, both = clipped(1e-4, 1e6), clipped(1 - 1e-9, 1e-4), clipped(1e-4, 1e-4)
@@ -253,22 +172,17 @@ def test_on_policy_metrics_and_names() -> None:
     found = {k: metrics[k] for k in metrics if k.split("/")[0] in ("mismatch", "importance", "ratio")}
     for policy in ("proximal", "behavior"):
         assert found.pop(f"mismatch/{policy}_ppl") > 1
-    ones = {
-        "ratio/mean",
-        "ratio/max",
-        "mismatch/ppl_ratio",
-        *(f"importance/{k}" for k in ("mean", "max", "weight_mean")),
-    }
-    ones |= {f"importance/ess{k}" for k in ("", "_token_ratio", "_sequence_ratio")}
+    ones = {"ratio/mean", "ratio/max", "mismatch/ppl_ratio"}
+    ones |= {f"importance/{k}" for k in ("mean", "max", "weight_mean", "ess", "ess_token_ratio", "ess_sequence_ratio")}
     assert found == {k: 1.0 if k in ones else 0.0 for k in found} and ones < found.keys()
     assert {"mismatch/kl", "mismatch/k3", "mismatch/chi2_sequence", "importance/capped_share"} < found.keys()
-    assert metrics["learning_rate"] == 1e-3 and metrics["train/skipped_steps"] == 0.0
+    assert metrics["learning_rate"] == 1e-2 and metrics["train/skipped_steps"] == 0.0
     assert metrics["grad_norm"] > 0 and 0 < metrics["entropy"] < np.log(102) + 1e-3
     assert metrics.keys() >= {"loss", "clip_fraction"} and all(isinstance(v, float) for v in metrics.values())
 
 
 def test_importance_metrics_are_before_the_cap() -> None:
-    t = trainer(algorithm={"correction": "token_truncate", "correction_cap": 1.5})
+    t = trainer({"correction": "token_truncate", "correction_cap": 1.5})
     known = t.backend.compute_logprobs(SAMPLES)
     ratios = np.concatenate([np.exp(known[s.rollout_id] - s.behavior_logprobs[s.mask]) for s in SAMPLES])
     metrics = t.train_step(Batch(SAMPLES))
@@ -277,27 +191,11 @@ def test_importance_metrics_are_before_the_cap() -> None:
     assert metrics["importance/capped_share"] == pytest.approx((ratios > 1.5).mean())
 
 
-def test_correction_none_weighs_every_token_one() -> None:
-    _, uncorrected = gradients(SAMPLES, micro_batch_tokens=99, correction="none")
-    t = trainer()
-    on_policy = t.backend.compute_logprobs(SAMPLES)
-    same = []
-    for s in SAMPLES:
-        behavior = s.behavior_logprobs.copy()
-        behavior[s.mask] = on_policy[s.rollout_id]
-        same.append(s.with_streams(behavior_logprobs=behavior))
-    _, expected = gradients(same, micro_batch_tokens=99, correction="token_truncate")
-    torch.testing.assert_close(uncorrected, expected, atol=1e-7, rtol=1e-5)
-
-
 def test_checkpointing_gives_the_same_gradient() -> None:
-    flat = []
-    for checkpointing in (False, True):
-        t = trainer(gradient_checkpointing=checkpointing)
-        t.backend.forward_backward(SAMPLES, Counts.from_samples(SAMPLES))
-        assert any(m.gradient_checkpointing and m.training for m in tiny.local(t).model.model.layers) == checkpointing
-        flat.append(torch.cat([g.flatten() for g in tiny.local(t).optimizer.gradients()]))
-    torch.testing.assert_close(flat[0], flat[1], atol=1e-7, rtol=1e-5)
+    plain, saving = (trainer(gradient_checkpointing=on) for on in (False, True))
+    torch.testing.assert_close(gradient(plain, SAMPLES)[1], gradient(saving, SAMPLES)[1], atol=1e-7, rtol=1e-5)
+    for t, on in ((plain, False), (saving, True)):
+        assert any(m.gradient_checkpointing and m.training for m in tiny.local(t).model.model.layers) == on
 
 
 def test_masked_samples_change_nothing() -> None:
@@ -307,57 +205,47 @@ def test_masked_samples_change_nothing() -> None:
     assert masked[0] == without[0] and torch.equal(masked[1], without[1])
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "prompt-mean"])
 def test_skipping_zero_advantages_changes_no_update(aggregation: str) -> None:
     """Also where a whole minibatch has none: the momentum goes on."""
     quiet = [s.with_streams(advantages=np.zeros_like(s.advantages)) for s in SAMPLES]
     some = [q if s.group_id == 1 or i % 2 else s for i, (s, q) in enumerate(zip(SAMPLES, quiet, strict=True))]
-    weights, skipped = [], []
+    runs, skipped = [], []
     for skip in (False, True):
-        t = trainer(
-            skip_zero_advantage=skip, minibatches_per_step=3, micro_batch_tokens=40, learning_rate=1e-3,
-            algorithm={"aggregation": aggregation},
-        )  # fmt: skip
+        t = trainer({"aggregation": aggregation}, skip_zero_advantage=skip, minibatches_per_step=3)
         skipped.append([t.train_step(Batch(batch))["train/zero_advantage_tokens"] for batch in (SAMPLES, some, quiet)])
-        weights.append(torch.cat([p.detach().flatten() for p in tiny.local(t).model.parameters()]))
-    torch.testing.assert_close(weights[0], weights[1], atol=2e-6, rtol=1e-5)
+        runs.append(weights(t))
+    torch.testing.assert_close(runs[0], runs[1], atol=2e-6, rtol=1e-5)
     assert skipped[0] == [0, 0, 0]
     assert skipped[1][0] == 0 < skipped[1][1] < skipped[1][2] == sum(int(s.mask.sum()) for s in SAMPLES)
 
 
 def test_a_step_without_any_loss_token_changes_no_weight() -> None:
     t = trainer(weight_decay=0.1)
-    before = [p.detach().clone() for p in tiny.local(t).model.parameters()]
+    before = weights(t)
     metrics = t.train_step(Batch([dataclasses.replace(s, mask=np.zeros_like(s.mask)) for s in SAMPLES]))
-    assert all(torch.equal(a, b) for a, b in zip(before, tiny.local(t).model.parameters(), strict=True))
+    assert torch.equal(weights(t), before)
     assert metrics["loss"] == 0.0 and metrics["grad_norm"] == 0.0 and t.policy_version == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resumed_training_is_identical(dtype: torch.dtype) -> None:
-    options: dict[str, Any] = dict(dtype=dtype, micro_batch_tokens=40, minibatches_per_step=2, schedule="linear")
+    options: dict[str, Any] = dict(dtype=dtype, minibatches_per_step=2, schedule="linear")
     batches = [Batch(random_samples(i)) for i in range(4)]
     t = trainer(**options)
     for batch in batches[:2]:
         t.train_step(batch)
-    tensors, meta = t.backend.save_state()
-    saved = {k: v.clone() for k, v in tensors.items()}
-    meta = json.loads(json.dumps(meta))
-    expected = [t.train_step(batch) for batch in batches[2:]]
-
-    resumed = trainer(loaded=tiny.loaded(seed=9), **options)
-    resumed.backend.load_state(saved, meta)
+    resumed = restored(t, trainer(loaded=tiny.loaded(seed=9), **options))
     assert resumed.policy_version == 2
-    assert [resumed.train_step(batch) for batch in batches[2:]] == expected
-    for a, b in zip(tiny.local(t).model.parameters(), tiny.local(resumed).model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert [resumed.train_step(batch) for batch in batches[2:]] == [t.train_step(batch) for batch in batches[2:]]
+    assert torch.equal(weights(resumed), weights(t))
     assert t.policy_version == resumed.policy_version == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 def test_publish_and_saved_folder_are_the_trained_model(dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
-    t = trainer(dtype=dtype, loaded=tiny.loaded(tie_word_embeddings=tied))
+    t = trainer(dtype=dtype, learning_rate=1e-3, loaded=tiny.loaded(tie_word_embeddings=tied))
     t.train_step(Batch(SAMPLES))
     published = dict(at_once(t.backend.publish()))
     other = tiny.model(seed=5, dtype=dtype, tie_word_embeddings=tied)
@@ -376,37 +264,8 @@ def test_publish_and_saved_folder_are_the_trained_model(dtype: torch.dtype, tied
     # The folder computes what the trainer computes, at large positions too.
     long = dataclasses.replace(SAMPLES[0], prompt_ids=np.full(900, 7, dtype=np.int32), temperature=1.0)
     trained = t.backend.compute_logprobs([long])["0-0"]
-    loaded = LoadedModel(saved, tiny.tokenizer(), "saved")
-    np.testing.assert_allclose(
-        plain_logprobs(loaded.model, long).numpy(), trained, atol=1e-4 if dtype == torch.float32 else 0.1
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("loss", ["clip", "reinforce"])
-def test_rewarded_tokens_become_likelier(dtype: torch.dtype, loss: str) -> None:
-    """A bandit: after one prompt, token 40 is right (+1) and 41 to 44 are wrong (-1/4)."""
-
-    def arm(i: int, token: int, advantage: float) -> Sample:
-        one = np.ones(1, dtype=np.float32)
-        return Sample(
-            f"0-{i}",
-            0,
-            np.array([5, 6], dtype=np.int32),
-            np.array([token], dtype=np.int32),
-            one.astype(bool),
-            {"behavior_logprobs": -4.6 * one, "versions": np.zeros(1, dtype=np.int32), "advantages": advantage * one},
-            1.0,
-        )
-
-    arms = [arm(0, 40, 1.0)] + [arm(i, 40 + i, -0.25) for i in range(1, 5)]
-    t = trainer(dtype=dtype, algorithm={"loss": loss, "correction": "none"}, micro_batch_tokens=5)
-    before = t.backend.compute_logprobs(arms)
-    for _ in range(10):
-        t.train_step(Batch(arms))
-    after = t.backend.compute_logprobs(arms)
-    assert after["0-0"] > before["0-0"] + 1.0
-    assert all(after[f"0-{i}"] < before[f"0-{i}"] for i in range(1, 5))
+    expected = plain_logprobs(saved, long).float().detach()
+    np.testing.assert_allclose(expected, trained, atol=1e-4 if dtype == torch.float32 else 0.1)
 
 
 @pytest.mark.parametrize("trainable", [False, True])

@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import shutil
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -224,24 +222,3 @@ def test_the_usual_clients_are_answered(serve: Callable[..., None], token: str) 
             assert [of.id async for of in client.models.list()][0] == "policy"
 
     serve(body, token)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_needs_no_header_but_the_token(serve: Callable[..., None]) -> None:
-    def get(url: str, *options: str) -> str:
-        command = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", "--noproxy", "*", *options, url]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-
-    def without(served: Served) -> None:
-        for name in SERVERS:
-            for host in ("127.0.0.1", "localhost"):
-                assert get(f"http://{host}:{served.ports[name]}{READS[name][0]}") == "200"
-        assert get(f"http://127.0.0.1:{served.ports['serve']}/pause?mode=keep", "-X", "POST") == "200"
-
-    def with_token(served: Served) -> None:
-        url, there = f"http://127.0.0.1:{served.ports['serve']}/v1/models", "Authorization: Bearer secret"
-        assert get(url) == "401" and get(url, "-H", there) == "200"
-        assert get(url, "-H", there, "-H", "Host: node-7.cluster.example:8000") == "200", "a node has a name"
-
-    serve(without)
-    serve(with_token, "secret")

@@ -23,6 +23,7 @@ from rollover.engine.server import app as server_app
 from rollover.engine.server.app import make_app, make_service
 from rollover.engine.server.requests import GenerateBody
 from rollover.engine.server.service import Service
+from rollover.engine.server.texts import TextEndpoints
 from rollover.http_server import HttpServer
 from rollover.openai_wire import checked
 
@@ -41,20 +42,20 @@ def config(folder: Path, dtype: str) -> Config:
     return Config.model_validate(values)
 
 
-def served(folder: Path, body, token: str = "", dtype: str = "float32") -> Service:
-    """Run `body(url, service)` beside a server."""
+def served(folder: Path, body, token: str = "", dtype: str = "float32", *, texts: bool = False) -> Any:
+    """What `body(url, service)` gives, beside a server, which has the endpoints of texts, too, where it is to."""
 
-    async def main() -> Service:
+    async def main() -> Any:
         service = make_service(config(folder, dtype))
-        server = HttpServer(make_app(service), token=token)
+        app = make_app(service, TextEndpoints(service, service.tokenizer)) if texts else make_app(service)
+        server = HttpServer(app, token=token)
         await server.start()
         try:
-            await body(server.url, service)
+            return await body(server.url, service)
         finally:
             service.abort_all()
             await server.close()
             await service.engine.close()
-        return service
 
     return asyncio.run(main())
 
@@ -88,14 +89,14 @@ def test_every_path_wants_the_token_where_there_is_one(folder: Path) -> None:
     served(folder, body, token="secret")
 
 
-@pytest.mark.parametrize(
-    "changes", [{"n": 2}, {"presence_penalty": 0.5}, {"bad_words": ["a"]}, {"logprobs": 5}, {"temprature": 1.0}]
-)
-def test_what_is_not_honoured_is_refused_by_name(folder: Path, changes: dict[str, Any]) -> None:
+def test_what_is_not_honoured_is_refused_by_name(folder: Path) -> None:
+    changes = {"n": 2, "presence_penalty": 0.5, "bad_words": ["a"], "logprobs": 5, "temprature": 1.0}
+
     async def body(url: str, service: Service) -> None:
         async with Client(url) as client:
-            status, answer = await client.post("/inference/v1/generate", asked([5], **changes))
-            assert status == 400 and answer["error"]["param"] == f"sampling_params.{next(iter(changes))}"
+            for name, value in changes.items():
+                status, answer = await client.post("/inference/v1/generate", asked([5], **{name: value}))
+                assert status == 400 and answer["error"]["param"] == f"sampling_params.{name}"
 
     served(folder, body)
 
@@ -159,9 +160,7 @@ def test_a_log_prob_that_is_none_is_vllm_s_number_for_it(folder: Path) -> None:
     served(folder, body)
 
 
-def test_weights_that_are_loaded_in_part_end_the_server(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_loaded_in_part_end_the_server(folder: Path, tmp_path: Path, monkeypatch) -> None:
     """Nothing may be sampled with half a model: it does not go on as if the update had been refused."""
     ended: list[str] = []
     monkeypatch.setattr(os, "_exit", ended.append)

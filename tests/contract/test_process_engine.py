@@ -278,9 +278,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(model: Path, made: lis
     assert "exit code -9" in said[1] and "1 rollouts continue" in said[1]
 
 
-def test_one_that_dies_at_its_start_is_started_once_more_but_not_for_ever(
-    model: Path, made: list[ProcessEngine]
-) -> None:
+def test_child_that_dies_at_its_start_is_restarted_once(model: Path, made: list[ProcessEngine]) -> None:
     async def run() -> None:
         engine = ProcessEngine(config(model), threads=1)
         made.append(engine)

@@ -1,5 +1,4 @@
-"""The backend on ranks under the contract, and beside one process: whatever the ranks share, the numbers are those of
-one."""
+"""The ranks backend: what every backend does, and its processes."""
 
 from __future__ import annotations
 
@@ -9,7 +8,10 @@ import gc
 import json
 import os
 import resource
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ from rollover.config import Config
 from rollover.engine.build import EngineSetup, build_engine
 from rollover.functions import FunctionError
 from rollover.models.threads import Team
-from rollover.trainer.backend import REFERENCE, TEACHER, StoredTensors, Stream, TrainerBackend
+from rollover.process_tree import has_ended
+from rollover.trainer.backend import REFERENCE, TEACHER, BackendLost, StoredTensors, Stream, TrainerBackend
 from rollover.trainer.batch import Batch
 from rollover.trainer.objective import Counts
 from rollover.trainer.passes import micro_batches
@@ -39,6 +42,10 @@ from rollover.weights.safetensors_stream import WholeFile
 from rollover.weights.weights_file import LockedFolder
 from samples import random_samples
 from unit.trainer.shard_jobs import digests
+
+# The backend on ranks under the contract, and beside one process: whatever the ranks share, the numbers are those
+# of one
+
 
 SAMPLES = random_samples(3, num_groups=5)
 
@@ -94,9 +101,7 @@ def uneven(num: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize("num", [4, 0])
-def test_ranks_with_unequal_numbers_of_micro_batches_train_as_one_process(
-    num: int, folder: Path, two: LocalRanks
-) -> None:
+def test_ranks_with_unequal_micro_batches_train_as_one_process(num: int, folder: Path, two: LocalRanks) -> None:
     samples = uneven(num)
     parts = [len(list(micro_batches(part, 60))) for part in spread(samples, 2)]
     assert parts == ([4, 1] if num else [1, 0])
@@ -118,9 +123,7 @@ def test_ranks_with_unequal_numbers_of_micro_batches_train_as_one_process(
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "sgd"])
-def test_other_optimizers_train_on_ranks_as_in_one_process_and_go_on_from_their_shards(
-    optimizer: str, folder: Path, two: LocalRanks, tmp_path: Path
-) -> None:
+def test_other_optimizers_train_and_resume_on_ranks(optimizer: str, folder: Path, two: LocalRanks, tmp_path) -> None:
     of = ranks_model.config(folder, train={"optimizer": optimizer}, algorithm={"kl_coef": 0.1})
     ranks, local = ranks_model.pair(of, two)
     before = local.compute_logprobs(SAMPLES)
@@ -190,9 +193,7 @@ def test_bfloat16_logprobs_are_those_of_one_process_bit_for_bit(folder: Path, tw
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reference_and_earlier_versions_are_the_weights_that_were_kept(
-    dtype: str, folder: Path, two: LocalRanks
-) -> None:
+def test_reference_and_earlier_versions_are_the_kept_weights(dtype: str, folder: Path, two: LocalRanks) -> None:
     of = ranks_model.config(
         folder,
         dtype=dtype,
@@ -213,9 +214,7 @@ def test_the_reference_and_earlier_versions_are_the_weights_that_were_kept(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_reference_of_other_weights_is_spread_and_refreshed(
-    dtype: str, folder: Path, two: LocalRanks, tmp_path: Path
-) -> None:
+def test_other_reference_is_spread_and_refreshed(dtype: str, folder: Path, two: LocalRanks, tmp_path: Path) -> None:
     other = tiny.save(tmp_path / "other", seed=1)
     algorithm = {"kl_coef": 0.1, "reference_path": str(other), "reference_refresh_steps": 2, "reference_mixup": 0.3}
     ranks, local = ranks_model.pair(ranks_model.config(folder, dtype=dtype, algorithm=algorithm), two)
@@ -236,9 +235,7 @@ def test_a_reference_of_other_weights_is_spread_and_refreshed(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_another_model_as_teacher_is_spread_and_frozen(
-    dtype: str, folder: Path, two: LocalRanks, tmp_path: Path
-) -> None:
+def test_another_model_as_teacher_is_spread_and_frozen(dtype: str, folder: Path, two: LocalRanks, tmp_path) -> None:
     other = tiny.save(tmp_path / "other", seed=1)
     of = ranks_model.config(folder, dtype=dtype, distill={"teacher": str(other)})
     ranks, local = ranks_model.pair(of, two)
@@ -254,17 +251,6 @@ def test_another_model_as_teacher_is_spread_and_frozen(
     long = dataclasses.replace(SAMPLES[0], prompt_ids=np.zeros(100_000, np.int32))
     with pytest.raises(ValueError, match="positions"):
         ranks.compute_logprobs([long], TEACHER)
-
-
-def test_gradients_of_parts_of_a_step_add_up_on_ranks(folder: Path, two: LocalRanks) -> None:
-    """train.streaming_min_groups, with a group that is there before the others: one rank has none of it."""
-    ranks, local = ranks_model.pair(ranks_model.config(folder), two)
-    for backend in (ranks, local):
-        for group in sorted({s.group_id for s in SAMPLES}):
-            part = [s for s in SAMPLES if s.group_id == group]
-            backend.forward_backward(part, dataclasses.replace(Counts.from_samples(part), divided=False))
-    ours, theirs = (b.optim_step(divisor=Counts.from_samples(SAMPLES).tokens) for b in (ranks, local))
-    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -314,9 +300,7 @@ def test_the_model_is_saved_as_one_process_saves_it(dtype: str, folder: Path, tw
         assert torch.equal(a, b), name
 
 
-def test_what_a_models_files_hold_beside_its_weights_is_saved_and_used_by_all_ranks(
-    two: LocalRanks, tmp_path: Path
-) -> None:
+def test_what_a_models_files_hold_beside_its_weights_is_saved_and_used_by_all_ranks(two: LocalRanks, tmp_path) -> None:
     of = ranks_model.config(tiny.save_routed(tmp_path / "model"), dtype="bfloat16")
     ranks, local = ranks_model.pair(of, two)
     expected = {k: v for part in spread(SAMPLES, 2) for k, v in local.compute_logprobs(part).items()}
@@ -357,9 +341,7 @@ def files(store: CheckpointStore, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ranks_and_one_process_go_on_from_each_others_checkpoints_bit_for_bit(
-    dtype: str, folder: Path, two: LocalRanks, tmp_path: Path
-) -> None:
+def test_ranks_and_one_process_resume_each_other_exactly(dtype: str, folder: Path, two: LocalRanks, tmp_path) -> None:
     of = keeping(folder, dtype)
     ranks, local = ranks_model.pair(of, two)
     for _ in range(2):
@@ -416,9 +398,7 @@ def fails(t):
 """
 
 
-def test_a_loss_of_ones_own_is_found_by_the_ranks_and_what_it_raises_is_said_as_its_fault(
-    folder: Path, two: LocalRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_loss_is_found_by_ranks_and_named_if_it_fails(folder: Path, two: LocalRanks, tmp_path, monkeypatch) -> None:
     (tmp_path / "loss_for_ranks.py").write_text(OWN_LOSS)
     monkeypatch.syspath_prepend(tmp_path)
     ranks, local = ranks_model.pair(ranks_model.config(folder, algorithm={"loss": "loss_for_ranks:loss"}), two)
@@ -466,3 +446,90 @@ def test_a_state_of_another_model_is_refused_and_the_ranks_go_on(folder: Path, t
     with pytest.raises(ValueError, match=r"of another model .*embed_tokens.weight differs"):
         ranks.load_state(tensors, meta)
     assert step(ranks)["grad_norm"] > 0
+
+
+# A rank that is killed or frozen ends all of them, and says so; so does one whose parent ends
+
+
+PROCESS_SAMPLES = random_samples(3, num_groups=4)
+LIMIT_S = 60.0  # of a machine with other things to do
+LOOK_S = 0.02
+MOST_S = 5.0  # from the death of a rank to that of the others
+
+
+def wait_until(what: Callable[[], bool]) -> float:
+    """Seconds until `what` is so, of a machine that does nothing else: as many naps as this thread took until then.
+    Where there is more to do, all that is waited for takes longer, and so do they."""
+    started, naps = time.monotonic(), 0
+    while not what():
+        assert time.monotonic() - started < LIMIT_S
+        time.sleep(LOOK_S)
+        naps += 1
+    return naps * LOOK_S
+
+
+@pytest.fixture
+def idle() -> Iterator[LocalRanks]:
+    ranks = LocalRanks(3, 60.0)
+    yield ranks
+    ranks.close()
+
+
+def test_a_rank_that_ends_between_two_calls_takes_the_others_with_it(idle: LocalRanks) -> None:
+    os.kill(idle.pids[1], signal.SIGKILL)
+    assert wait_until(lambda: all(map(has_ended, idle.pids))) < MOST_S
+    for _ in range(2):
+        with pytest.raises(BackendLost, match="rank 1 of 3 was killed by SIGKILL .*: the other 2 were ended"):
+            idle.call("listen", {0: {"host": "127.0.0.1"}})
+
+
+def test_ranks_end_when_they_are_closed(idle: LocalRanks) -> None:
+    idle.close()
+    assert all(map(has_ended, idle.pids))
+    with pytest.raises(BackendLost, match="the ranks were ended"):
+        idle.call("listen", {0: {"host": "127.0.0.1"}})
+
+
+@pytest.mark.parametrize("calling", [False, True])
+def test_ranks_that_were_all_stopped_are_noticed(calling: bool) -> None:
+    """Nobody of them can tell; nor where one of them is called alone, or what is asked may take its time."""
+    ranks = LocalRanks(2, 1.0)
+    try:
+        for pid in ranks.pids:
+            os.kill(pid, signal.SIGSTOP)
+        if not calling:
+            wait_until(lambda: all(map(has_ended, ranks.pids)))
+        with pytest.raises(BackendLost, match=r"rank \d of 2 was stopped, and did not go on within 1 s"):
+            ranks.call("listen", {0: {"host": "127.0.0.1"}}, limited=False)
+        wait_until(lambda: all(map(has_ended, ranks.pids)))
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_rank_that_the_others_wait_for_is_noticed(frozen: bool, tmp_path: Path) -> None:
+    """A killed one at once; one that is frozen, and so keeps its connections, after the time limit."""
+    timeout_s = 5.0 if frozen else 10 * LIMIT_S
+    of = ranks_model.config(ranks_model.model_folder(tmp_path), backend={"rank_timeout_s": timeout_s})
+    ranks = start_ranks(of, tmp_path / "logs")
+    try:
+        backend = RanksBackend(ranks_model.setup(of), ranks)
+        os.kill(ranks.pids[1], signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as thread, pytest.raises(BackendLost) as lost:
+            step = thread.submit(backend.forward_backward, PROCESS_SAMPLES, Counts.from_samples(PROCESS_SAMPLES))
+            if not frozen:
+                time.sleep(0.5)  # the other one waits for it by then
+                os.kill(ranks.pids[1], signal.SIGKILL)
+                assert wait_until(step.done) + wait_until(lambda: all(map(has_ended, ranks.pids))) < MOST_S
+            step.result()
+        wait_until(lambda: all(map(has_ended, ranks.pids)))
+        with pytest.raises(BackendLost):
+            backend.forget_gradients()
+    finally:
+        ranks.close()
+    if frozen:
+        told = ("rank 0 of 2 failed (", "rank 1 of 2 did not answer within 5 s", "rank 1 of 2 was stopped")
+        assert any(how in str(lost.value) for how in told), lost.value
+    else:
+        assert str(lost.value).startswith("rank 1 of 2 was killed by SIGKILL (in forward_backward): ")
+        assert str(lost.value).endswith(f"({tmp_path / 'logs' / 'rank-1.log'})")

@@ -1,26 +1,36 @@
-"""The engine over HTTP passes the contract, and no fault of a server loses or doubles a token."""
+"""The remote engine: what every engine does, how servers join, and what a server may answer."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import json
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from contract import engine_contract
-from contract.engine_contract import check_segments, logprobs_of, tokens_of
+from contract.engine_contract import logprobs_of, tokens_of
 from fault_server import FaultServer
 from heard import hear
 from rollover.config import Config
 from rollover.engine.protocol import EngineDied, ExtendRequest, StopCriteria
+from rollover.engine.remote import client as remote_client
+from rollover.engine.remote.client import ServerClient, ServerFailed
 from rollover.engine.remote.engine import RemoteEngine, RemoteSetup
+from rollover.engine.remote.hosts import ProcessHost, UrlHost
 from rollover.types import SamplingParams, Segment, StopReason
+
+# The engine over HTTP passes the contract, and no fault of a server loses or doubles a token
+
 
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9)]
 WEIGHTS = [("weight", torch.ones(3))]
@@ -92,19 +102,6 @@ def test_contract(check: Callable[[engine_contract.Subject], Awaitable[None]], m
 
 def request(i: int = 0, **changes: Any) -> ExtendRequest:
     return SUBJECT.request(i, **changes)
-
-
-async def whole(engine: RemoteEngine, wanted: ExtendRequest) -> list[Segment]:
-    """Extended until it stops, as a driver does."""
-    parts: list[Segment] = []
-    while not parts or parts[-1].stop_reason is StopReason.PAUSED:
-        so_far = (*wanted.generated_ids, *tokens_of(parts))
-        left = wanted.max_new_tokens - len(tokens_of(parts))
-        more = dataclasses.replace(wanted, generated_ids=so_far, max_new_tokens=left)
-        segments = await engine.extend(more)
-        check_segments(segments, more)
-        parts += segments
-    return parts
 
 
 async def all_serve(engine: RemoteEngine) -> None:
@@ -312,9 +309,7 @@ def test_tokens_of_other_weights_are_dropped(made: Made) -> None:
     run(made, server, work=work, server_timeout_s=1000.0)  # so that no probe sees it before
 
 
-def test_refused_weights_are_retried_then_the_server_is_ejected(
-    made: Made,
-) -> None:
+def test_refused_weights_are_retried_then_the_server_is_ejected(made: Made) -> None:
     once, often = made.server(), made.server()
 
     async def work(engine: RemoteEngine) -> None:
@@ -406,18 +401,6 @@ def test_stop_rules_span_interruptions_and_surplus_is_counted(made: Made) -> Non
         assert paused.token_ids.tolist() == tokens[:7] and paused.stop_reason is StopReason.PAUSED
 
     run(made, server, work=work)
-    same_again = made.server(vocab_size=1)
-
-    async def goes_round(engine: RemoteEngine) -> None:
-        (segment,) = await engine.extend(request(max_new_tokens=60, stop=StopCriteria(repetition_tokens=16)))
-        assert segment.stop_reason is StopReason.REPETITION and len(segment) == 16
-        cut = request(
-            generated_ids=(0,) * 20, max_new_tokens=60, stop=StopCriteria(repetition_tokens=16), text_start=20
-        )
-        (segment,) = await engine.extend(cut)
-        assert segment.stop_reason is StopReason.REPETITION and len(segment) == 16
-
-    run(made, same_again, work=goes_round)
 
 
 def test_what_ends_by_itself_is_not_aborted(made: Made) -> None:
@@ -469,15 +452,6 @@ def test_without_a_server_for_too_long_the_engine_has_ended(made: Made) -> None:
             await engine.extend(request())
 
     run(made, server, work=work, give_up_s=1.0)
-
-
-def test_unreachable_server_ends_the_engine_at_start(made: Made) -> None:
-    gone = made.server()
-    gone.close()
-    engine = made.engine(gone, give_up_s=0.5)
-    with pytest.raises(EngineDied, match="no server of .engine. answered"):
-        _ = engine.max_tokens
-    asyncio.run(engine.close())
 
 
 def test_an_interruption_reaches_one_that_waits_for_a_server(made: Made) -> None:
@@ -610,3 +584,318 @@ def test_server_that_cannot_sleep_is_ended(made: Made) -> None:
         await engine.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+# Servers that a run cannot use, or that are not there yet: it is said why, and no rollout is lost by it
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "needed"),
+    [
+        ("/inference/v1/generate", 403, "--enable-scale-out"),
+        ("/inference/v1/generate", 404, "--enable-scale-out"),
+        ("/weight_info", 404, "VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_server_that_lacks_an_option_gets_no_rollout(path: str, status: int, needed: str, made: Made) -> None:
+    lacks, server = made.server(), made.server()
+    lacks.faults.refuses = {path: status}
+
+    async def work(engine: RemoteEngine) -> None:
+        for i in range(6):
+            same(await engine.extend(request(i % 3, rollout_id=f"{i}-0")), server, request(i % 3))
+        while not any(needed in line for line in made.said):
+            await asyncio.sleep(0.01)
+        assert engine.stats()["engine/servers"] == 1 and engine.stats()["engine/lost_requests"] == 0
+
+    run(made, lacks, server, work=work)
+    assert any(lacks.url in line and path in line for line in made.said) and not lacks.updates
+
+
+def test_server_without_max_model_len_joins_beside_another(made: Made) -> None:
+    server, silent = made.server(), made.server()
+    silent.longest = None
+
+    async def work(engine: RemoteEngine) -> None:
+        assert await asyncio.to_thread(lambda: engine.max_tokens) == 2**20
+        await engine.extend(request())
+        while engine.stats()["engine/servers"] < 2:
+            await asyncio.sleep(0.01)
+
+    run(made, server, silent, work=work)
+
+
+@pytest.mark.parametrize(
+    ("of", "error", "why"),
+    [
+        ("silent", EngineDied, "max_model_len"),
+        ("guarded", ValueError, "ROLLOVER_SERVER_TOKEN"),  # at once, though it may take its time
+        ("gone", EngineDied, "no server of .engine. answered"),
+    ],
+)
+def test_engine_without_a_usable_server_ends(of: str, error: type[Exception], why: str, made: Made) -> None:
+    server = made.server()
+    if of == "silent":
+        server.longest = None
+    elif of == "guarded":
+        server.faults.refuses = {"/v1/models": 401}
+    else:
+        server.close()
+    engine = made.engine(server, give_up_s=600.0 if of == "guarded" else 1.0)
+    with pytest.raises(error, match=why):
+        _ = engine.max_tokens
+    asyncio.run(engine.close())
+    if of == "gone":
+        [line] = made.said
+        assert server.url in line and "waited for" in line, "said once, before it is given up"
+
+
+def test_an_engine_without_servers_ends_with_what_each_of_them_said(made: Made) -> None:
+    refusing, lacking = made.server(), made.server()
+    refusing.faults.updates = ["refuse"] * 100
+    lacking.faults.refuses = {"/inference/v1/generate": 403}
+
+    async def work(engine: RemoteEngine) -> None:
+        with pytest.raises(EngineDied) as died:
+            await engine.extend(request())
+        said = str(died.value)
+        assert f"{refusing.url}: " in said and "refused: no" in said
+        assert f"{lacking.url}: " in said and "--enable-scale-out" in said
+
+    run(made, refusing, lacking, work=work, give_up_s=3.0)
+
+
+def test_a_server_of_ours_that_ends_before_it_answers_is_started_again(made: Made, tmp_path: Path, monkeypatch) -> None:
+    """Killed for want of memory, say, while the run loads its own model."""
+    server = made.server()
+    program = tmp_path / "program"
+    program.write_text(
+        f"#!/bin/sh\necho start >> {tmp_path}/starts\n[ $(wc -l < {tmp_path}/starts) -gt 2 ] || kill -9 $$\n"
+        f'echo \'{{"url": "{server.url}"}}\'\nexec sleep 600\n'
+    )
+    program.chmod(0o755)
+    of = config(server, urls=[], num_servers=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(program))
+        host = ProcessHost(of, 0, 60.0, tmp_path / "logs")
+        engine = RemoteEngine(RemoteSetup(of, lambda: WEIGHTS, text_of, hosts=[host]))
+        began = time.monotonic()
+        assert engine.max_tokens == 2**20
+        assert time.monotonic() - began < of.engine.give_up_s
+    assert (tmp_path / "starts").read_text().count("start") == 3
+    asyncio.run(engine.close())
+    assert not host.pid
+
+
+class Deaf(UrlHost):
+    """Forgets that it was cancelled, once: as libraries do whose time-out is up at the same moment."""
+
+    async def ready(self) -> ServerClient:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+        await asyncio.sleep(3600)
+        return await super().ready()
+
+
+def test_an_engine_is_closed_also_where_a_cancellation_is_forgotten(made: Made) -> None:
+    server = made.server()
+
+    async def work() -> None:
+        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, hosts=[Deaf(server.url)])
+        engine = RemoteEngine(setup)
+        await engine.load_weights(0, WEIGHTS)
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(engine.close(), 60)
+
+    asyncio.run(work())
+
+
+# Servers that answer what no server should: it costs no token, and the others go on
+
+
+GENERATE = "/inference/v1/generate"
+PAGE = b"<!DOCTYPE html><html><h1>It works!</h1></html>"
+RUBBISH = [PAGE, b"[]", b'"x"', b"\xff\xfe", b'{"data": {"a": 1}}', b'{"data": ["x"]}', b"[" * 100_000]
+
+
+@pytest.mark.parametrize("path", ["/weight_info", "/v1/models"])
+def test_another_program_in_place_of_a_server_costs_no_token(path: str, made: Made) -> None:
+    """While it joins, and while it serves."""
+    server = made.server()
+    odd = {body: made.server() for body in RUBBISH}
+
+    def answer(with_rubbish: bool) -> None:
+        for body, each in odd.items():
+            each.faults.answers = {path: body} if with_rubbish else {}
+
+    async def work(engine: RemoteEngine) -> None:
+        answer(with_rubbish=True)
+        same(await engine.extend(request()), server, request())
+        answer(with_rubbish=False)
+        await all_serve(engine)
+        answer(with_rubbish=True)
+        while path == "/weight_info" and engine.stats()["engine/servers"] > 1:
+            await asyncio.sleep(0.01)
+        await engine.load_weights(1, WEIGHTS)
+        same(await engine.extend(request(1)), server, request(1), version=1)
+
+    run(made, server, *odd.values(), work=work, server_timeout_s=2.0)
+
+
+def chunk(*tokens: object, logprob: object = -1.0, **more: object) -> bytes:
+    content = [{"logprob": logprob} for _ in tokens]
+    choice = {"token_ids": tokens, "logprobs": {"content": content}, **more}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n"
+
+
+NO_TOKENS = [
+    PAGE,
+    b"data: " + PAGE + b"\n",
+    b"data: \xff\xfe\n",
+    b"data: " + b"[" * 100_000 + b"\n",
+    b"data: [1]\ndata: null\n",
+    b'data: {"choices": 5}\n',
+    b'data: {"choices": [], "usage": []}\n',
+    b'data: {"choices": [], "usage": [1]}\n',
+    chunk(-1),
+    chunk(10**6),
+    chunk(2**40),
+    chunk(None),
+    chunk(True),
+    chunk(1, logprob=True),
+    chunk(1, logprob=3.0),
+    chunk(1, logprob=0.01),
+    chunk(1, logprob="x"),
+    chunk(1, logprob=None),
+    chunk(1.5),
+    chunk(float("inf")),
+    chunk(finish_reason="length", weight_versions=[7]),
+    chunk(finish_reason="length", weight_versions=7),
+]
+
+
+def test_what_is_no_token_is_nobodys(made: Made) -> None:
+    """Of two rollouts one is sent to each server: what the odd one says is asked of the other one again."""
+    server, odd = made.server(), made.server()
+
+    async def work(engine: RemoteEngine) -> None:
+        await all_serve(engine)
+        for i, body in enumerate(NO_TOKENS):
+            odd.faults.answers = {GENERATE: body}
+            wanted = [request(0, rollout_id=f"{2 * i + j}-0") for j in range(2)]
+            for answer in await asyncio.gather(*map(engine.extend, wanted)):
+                same(answer, server, wanted[0])
+            assert engine.stats()["engine/lost_requests"] > i
+
+    run(made, server, odd, work=work)
+
+
+UNREADABLE = [
+    ("application/json", b"[" * 200_000),
+    ("application/json", b'{"error": ' * 100_000),
+    ("text/plain; charset=base64", b"eA=="),  # a codec of Python's, and no text encoding
+    ("text/plain; charset=no-such-charset", b"x"),
+    ("application/json; charset=utf-16", b"{}"),
+]
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/update_weights", "/weight_info"])
+def test_an_error_that_cannot_be_read_is_a_failure_of_its_server(path: str, made: Made) -> None:
+    """So that the server is probed, or given up: it is no failure of the engine."""
+    server, odd = made.server(), made.server()
+
+    async def work(engine: RemoteEngine) -> None:
+        await all_serve(engine)
+        few = UNREADABLE if path == GENERATE else UNREADABLE[1:3]  # each of the others is a back-off
+        for i, failure in enumerate(few):
+            odd.faults.failures = {path: failure}
+            if path == "/update_weights":
+                await engine.load_weights(i + 1, WEIGHTS)
+            wanted = [request(0, rollout_id=f"{2 * i + j}-0") for j in range(2)]
+            for answer in await asyncio.gather(*map(engine.extend, wanted)):
+                same(answer, server, wanted[0], version=engine.oldest_version)
+            if path == GENERATE:
+                assert engine.stats()["engine/lost_requests"] > i
+                continue
+            while engine.stats()["engine/ejections"] <= i:
+                await asyncio.sleep(0.01)
+            odd.faults.failures = {}
+            await all_serve(engine)
+
+    run(made, server, odd, work=work, server_timeout_s=2.0)
+
+
+def test_an_event_or_an_answer_without_end_is_not_kept(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_client, "MOST_ANSWER_BYTES", 10_000)
+    server = made.server()
+    server.faults.answers = {path: b"x" * 10_001 for path in (GENERATE, "/weight_info")}
+
+    async def ask() -> None:
+        client = ServerClient(server.url)
+        with pytest.raises(ServerFailed, match="event of more than 10,000 bytes"):
+            _ = [data async for data in client.events(GENERATE, {})]
+        with pytest.raises(ServerFailed, match="more than 10,000 bytes"):
+            await client.get("/weight_info", limit_s=60)
+        server.faults.answers[GENERATE] = b"\n".join([b": a comment " + b"x" * 5000] * 9 + [chunk(1)])
+        assert [json.loads(data)["choices"][0]["token_ids"] async for data in client.events(GENERATE, {})] == [[1]]
+        await client.close()
+
+    asyncio.run(ask())
+
+
+def test_a_proxy_of_the_environment_is_for_others(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on machines of which only a proxy reaches the world."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    server = made.server()
+
+    async def work(engine: RemoteEngine) -> None:
+        assert engine.max_tokens == 2**20
+        same(await engine.extend(request()), server, request())
+
+    run(made, server, work=work, give_up_s=5.0)
+
+
+class Unlucky(UrlHost):
+    """The disk is full when it is to be started, at first."""
+
+    tries = 0
+
+    async def ready(self) -> ServerClient:
+        self.tries += 1
+        if self.tries < 3:
+            raise OSError(28, "No space left on device")
+        return await super().ready()
+
+
+def test_a_server_that_cannot_be_started_now_is_tried_again(made: Made) -> None:
+    server = made.server()
+
+    async def work(engine: RemoteEngine) -> None:
+        same(await engine.extend(request()), server, request())
+
+    async def limited() -> None:
+        setup = RemoteSetup(config(server), lambda: WEIGHTS, text_of, hosts=[Unlucky(server.url)])
+        engine = RemoteEngine(setup)
+        try:
+            await asyncio.wait_for(work(engine), 300)
+        finally:
+            await engine.close()
+
+    asyncio.run(limited())
+    assert any("No space left on device" in line for line in made.said)
+
+
+def test_a_server_that_another_run_uses_too_is_told_as_such(made: Made) -> None:
+    server = made.server(delay_s=0.005)
+
+    async def work(engine: RemoteEngine) -> None:
+        await engine.load_weights(1, WEIGHTS)
+        extend = asyncio.ensure_future(engine.extend(request(max_new_tokens=40)))
+        await engine_contract.wait_for_tokens(engine, "0-0", 3, extend)
+        server.label = "another/1"
+        same(await extend, server, request(max_new_tokens=40), version=1)
+
+    run(made, server, work=work)
+    assert any("'another/1'" in line and "another run uses it, too" in line for line in made.said), made.said

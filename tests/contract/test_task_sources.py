@@ -91,9 +91,7 @@ class AsOften:
 
 
 @pytest.fixture(params=MAKERS)
-def config(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[TaskSourceConfig]:
+def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -> Iterator[TaskSourceConfig]:
     held: list[str] = []
     yield TaskSourceConfig.model_validate(MAKERS[request.param](tmp_path, monkeypatch, held))
     for spec in held:
@@ -189,9 +187,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("body", WRONG)
-def test_one_line_says_what_is_wrong_with_a_source_of_ones_own(
-    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_line_says_what_is_wrong_with_a_source_of_ones_own(body: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.py").write_text(
         f"from rollover.types import Task\ndef make(setup):\n    {body}\n"

@@ -10,7 +10,6 @@ import asyncio
 import importlib
 import json
 import os
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,51 +22,23 @@ pytest.importorskip("uvicorn")
 
 import tiny
 from contract.server_client import Client
-from rollover.config import Config
-from rollover.engine.server.app import make_app, make_service
-from rollover.engine.server.texts import TextEndpoints
-from rollover.http_server import HttpServer
+from contract.test_embedded_server import folder, served
+from rollover.engine.server.service import Service
 
+__all__ = ["folder"]
 TOKENIZER = tiny.tokenizer()
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 PROMPTS = ["count to 12", "and then stop"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("model"), head_dim=32)
-
-
-def served(folder: Path, body: Callable[[str], Awaitable[Any]]) -> Any:
-    """What `body(url)` gives, beside a server."""
-    values = {
-        "model": {"path": str(folder), "dtype": "float32", "device": "cpu"},
-        "engine": {"kv_memory_gb": 0.05, "max_running": 8},
-        "run": {"threads": 1},
-    }
-
-    async def main() -> Any:
-        service = make_service(Config.model_validate(values))
-        server = HttpServer(make_app(service, TextEndpoints(service, service.tokenizer)))
-        await server.start()
-        try:
-            return await body(server.url)
-        finally:
-            service.abort_all()
-            await server.close()
-            await service.engine.close()
-
-    return asyncio.run(main())
-
-
 def asked(folder: Path, path: str, *bodies: dict[str, Any]) -> list[tuple[int, Any]]:
     """The answers to these requests, made at the same time."""
 
-    async def body(url: str) -> list[tuple[int, Any]]:
+    async def body(url: str, service: Service) -> list[tuple[int, Any]]:
         async with Client(url) as client:
             return await asyncio.gather(*(client.post(path, {"model": str(folder)} | of) for of in bodies))
 
-    return served(folder, body)
+    return served(folder, body, texts=True)
 
 
 @torch.no_grad()
@@ -190,9 +161,7 @@ UNTIL = ('output_type: generate_until\ngeneration_kwargs: {until: ["z"], max_gen
 
 
 @pytest.mark.slow
-def test_lm_evaluation_harness_matches_transformers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lm_evaluation_harness_matches_transformers(folder: Path, tmp_path: Path, monkeypatch) -> None:
     lm_eval = pytest.importorskip("lm_eval")
     manager = importlib.import_module("lm_eval.tasks").TaskManager
     monkeypatch.setenv("OPENAI_API_KEY", "none")
@@ -226,10 +195,10 @@ def test_lm_evaluation_harness_matches_transformers(
             log_samples=True,
         )  # fmt: skip
 
-    async def body(url: str) -> Any:
+    async def body(url: str, service: Service) -> Any:
         return await asyncio.to_thread(evaluate, url)
 
-    found = served(folder, body)
+    found = served(folder, body, texts=True)
     for sample in found["samples"]["tiny_choice"]:
         for (value, _), choice in zip(sample["filtered_resps"], choices, strict=True):
             assert float(value) == pytest.approx(logprob(sample["doc"]["question"], choice), abs=1e-3)
@@ -269,7 +238,7 @@ def test_images_of_messages_are_refused(folder: Path) -> None:
 def test_the_openai_client_reads_answers_streams_and_errors(folder: Path) -> None:
     openai = pytest.importorskip("openai")
 
-    async def body(url: str) -> None:
+    async def body(url: str, service: Service) -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             ask: Any = client.chat.completions.create
             of = {"model": str(folder), "messages": [{"role": "user", "content": "count"}], "max_tokens": 6, "seed": 1}
@@ -283,4 +252,4 @@ def test_the_openai_client_reads_answers_streams_and_errors(folder: Path) -> Non
                 await ask(**of | {"model": "other"})
             assert missing.value.code == "model_not_found"
 
-    served(folder, body)
+    served(folder, body, texts=True)

@@ -55,6 +55,13 @@ def outline() -> LoadedModel:
         return LoadedModel(tiny.model(), tiny.tokenizer(), "tiny")
 
 
+def beside(tables: dict[str, dict[str, Any]]) -> Trainer:
+    """A trainer with these tables whose backend is the local one."""
+    local = {"model": {"dtype": "float32", "lora": {"rank": 4}}, "backend": {"type": "local"}}
+    torch.manual_seed(0)
+    return build_trainer(config(**tables, **local), tiny.loaded())
+
+
 Built = Callable[[Config], Trainer]
 
 
@@ -84,9 +91,7 @@ def test_contract(check, service: tuple[FakeTinker, str], built: Built) -> None:
 def test_reward_kl_equals_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
     algorithm = {"kl_coef": 0.1, "kl_in": "reward"}
     theirs = built(config(service[1], algorithm=algorithm))
-    local = {"model": {"dtype": "float32", "lora": {"rank": 4}}, "backend": {"type": "local"}}
-    torch.manual_seed(0)
-    ours = build_trainer(config(algorithm=algorithm, **local), tiny.loaded())
+    ours = beside({"algorithm": algorithm})
     for _ in range(2):
         expected, found = (RewardKL(of.backend, of.algorithm).penalties(SAMPLES) for of in (ours, theirs))
         assert found.kl == pytest.approx(expected.kl, abs=1e-5) and found.tokens.keys() == expected.tokens.keys()
@@ -112,14 +117,7 @@ def test_losses_and_weights_equal_local_backend(
 ) -> None:
     train = {"minibatches_per_step": 3, "schedule": "linear", "weight_decay": 0.1, "max_grad_norm": 0.05}
     theirs = built(config(service[1], algorithm=algorithm, train=train))
-    local = config(
-        algorithm=algorithm,
-        train={**train, "micro_batch_tokens": 60},
-        model={"dtype": "float32", "lora": {"rank": 4}},
-        backend={"type": "local"},
-    )
-    torch.manual_seed(0)
-    ours = build_trainer(local, tiny.loaded())
+    ours = beside({"algorithm": algorithm, "train": {**train, "micro_batch_tokens": 60}})
     num_steps = 4
     for step in range(num_steps):
         expected, found = ours.train_step(Batch(SAMPLES)), theirs.train_step(Batch(SAMPLES))
@@ -142,9 +140,7 @@ def test_losses_and_weights_equal_local_backend(
 def test_epochs_and_early_stop_equal_local_backend(service: tuple[FakeTinker, str], built: Built) -> None:
     train = {"minibatches_per_step": 3, "epochs_per_step": 2, "max_kl": 0.02, "schedule": "linear"}
     theirs = built(config(service[1], train=train))
-    local = {"model": {"dtype": "float32", "lora": {"rank": 4}}, "backend": {"type": "local"}}
-    torch.manual_seed(0)
-    ours = build_trainer(config(train=train, **local), tiny.loaded())
+    ours = beside({"train": train})
     made = []
     for _ in range(3):
         expected, found = ours.train_step(Batch(SAMPLES)), theirs.train_step(Batch(SAMPLES))
@@ -154,14 +150,6 @@ def test_epochs_and_early_stop_equal_local_backend(service: tuple[FakeTinker, st
         for name in ("kl/step_start", "loss", "ratio/max"):
             assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
     assert any(1 < num < 6 for num in made), made
-
-
-def test_accumulated_gradient_equals_one_step(service: tuple[FakeTinker, str], built: Built) -> None:
-    plain, streamed = (built(config(service[1])) for _ in range(2))
-    streamed.accumulate([s for s in SAMPLES if s.group_id == 1])
-    expected, found = plain.train_step(Batch(SAMPLES)), streamed.train_step(Batch(SAMPLES))
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
 
 def test_service_failures_are_retried(service: tuple[FakeTinker, str], built: Built) -> None:
@@ -231,14 +219,7 @@ def test_distillation_equals_local_backend(
     # With so large an epsilon Adam's update is smooth in the gradient: the last bits of it stay the last bits.
     train = {"learning_rate": 1e-2, "adam_eps": 1.0}
     theirs = built(config(url, distill=distill, train=train))
-    local = config(
-        distill=distill,
-        train=train,
-        model={"dtype": "float32", "lora": {"rank": 4}},
-        backend={"type": "local"},
-    )
-    torch.manual_seed(0)
-    ours = build_trainer(local, tiny.loaded())
+    ours = beside({"distill": distill, "train": train})
     told = [replace(s, teacher_prompt_ids=np.array([5, 6, *s.prompt_ids], np.int32)) for s in SAMPLES]
     for step in range(4):
         expected, found = ours.train_step(Batch(told)), theirs.train_step(Batch(told))
@@ -277,10 +258,7 @@ def test_precomputed_advantages_equal_local_backend(service: tuple[FakeTinker, s
     algorithm = {"advantage": "precomputed"}
     train = {"adam_eps": 1.0}
     theirs = built(config(service[1], algorithm=algorithm, train=train))
-    model = {"dtype": "float32", "lora": {"rank": 4}}
-    local = config(algorithm=algorithm, train=train, model=model, backend={"type": "local"})
-    torch.manual_seed(0)
-    ours = build_trainer(local, tiny.loaded())
+    ours = beside({"algorithm": algorithm, "train": train})
     start = ours.backend.compute_logprobs(given)
     expected, found = ours.train_step(Batch(given)), theirs.train_step(Batch(given))
     for name in ("loss", "grad_norm", "ratio/max", "importance/mean"):

@@ -14,9 +14,9 @@ from test_tinker_backend import config, outline, service
 
 import tiny
 from contract import engine_contract
-from contract.engine_contract import logprobs_of, tokens_of
+from contract.engine_contract import tokens_of
 from rollover.engine.build import EngineSetup, build_engine
-from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, InvalidAnswer, StopCriteria
+from rollover.engine.protocol import Engine, EngineDied, ExtendRequest, InvalidAnswer
 from rollover.types import Media, Prompt, SamplingParams, StopReason
 from tinker_service import FakeTinker
 
@@ -87,20 +87,6 @@ def test_interruption_loses_only_the_running_chunk(service: tuple[FakeTinker, st
     assert first == whole[:8] and first + rest == whole
 
 
-def test_tokens_after_a_stop_string_are_discarded(service: tuple[FakeTinker, str], url: str) -> None:
-    async def stopped() -> tuple[list[int], list[int], StopReason]:
-        of = engine(url)
-        whole = tokens_of(await of.extend(request()))
-        text = tiny.tokenizer().decode(whole[4:6])
-        segments = await of.extend(request(stop=StopCriteria(strings=(text,))))
-        assert len(logprobs_of(segments)) == len(tokens_of(segments))
-        await of.close()
-        return whole, tokens_of(segments), segments[-1].stop_reason
-
-    whole, found, reason = asyncio.run(stopped())
-    assert found == whole[:6] and reason is StopReason.STOP_STRING
-
-
 def test_logprob_above_0_is_refused(service: tuple[FakeTinker, str], url: str) -> None:
     """As a remote server's: taken for 0, it would become an importance weight."""
 
@@ -149,26 +135,3 @@ def test_session_without_engine_is_closed(service: tuple[FakeTinker, str], url: 
     with pytest.raises(RuntimeError, match=r"failed at opening tiny"):
         engine(url)
     assert fake.num_ended == ended + 1
-
-
-def test_repetition_stops_within_its_turn(url: str) -> None:
-    """Of a model that repeats itself when it is greedy; the service itself knows nothing of it."""
-
-    async def go() -> None:
-        made = engine(url)
-        greedy = SamplingParams(temperature=0.0)
-        endless = tokens_of(await made.extend(request(80, sampling=greedy)))
-        assert endless[-16:] == [endless[-1]] * 16 or len(set(endless[-16:])) <= 4, "the model goes round"
-        for before in (0, 5, 21):
-            asked = request(
-                59,
-                sampling=greedy,
-                generated_ids=tuple(endless[:before]),
-                text_start=before,
-                stop=StopCriteria(repetition_tokens=16),
-            )
-            segments = await made.extend(asked)
-            assert segments[-1].stop_reason is StopReason.REPETITION and len(tokens_of(segments)) % 16 == 0
-        await made.close()
-
-    asyncio.run(go())

@@ -157,9 +157,7 @@ def test_weight_writer_updates_weights_and_derived_tensors() -> None:
         transport.write([("up.scale", torch.ones(1))])
 
 
-def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_grows_out_of_memory_takes_what_it_has_along(tmp_path: Path, monkeypatch) -> None:
     """And without room anywhere it says what to do."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said: list[str] = hear([])
@@ -209,9 +207,7 @@ def test_weights_file_has_all_weights_and_keeps_the_last_two(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_weights_that_are_in_a_file_already_are_not_written_again(
-    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_in_a_file_already_are_not_written_again(links: bool, tmp_path: Path, monkeypatch) -> None:
     """Unless they lie on another disk. What was sent before is in none of them."""
 
     def refuse(*paths: Path) -> None:
@@ -254,9 +250,7 @@ def test_weights_files_are_removed_when_their_owner_is_killed(tmp_path: Path) ->
         time.sleep(0.01)
 
 
-def test_orphaned_weights_folders_are_removed_by_the_next_owner(
-    tmp_path: Path,
-) -> None:
+def test_orphaned_weights_folders_are_removed_by_the_next_owner(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED_OWNER, str(tmp_path), "all"], check=False)
     (left,) = files_of(tmp_path)
     lives, other = (WeightsFile(str(tmp_path)) for _ in range(2))
@@ -286,9 +280,7 @@ def test_concurrent_owners_keep_their_folders(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_without_room_in_memory_is_elsewhere_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_room_in_memory_is_elsewhere_and_says_so(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     said: list[str] = hear([])
     folder = LockedFolder("")
@@ -297,9 +289,7 @@ def test_a_folder_without_room_in_memory_is_elsewhere_and_says_so(
     folder.close()
 
 
-def test_a_weights_file_that_cannot_be_written_names_the_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weights_file_that_cannot_be_written_names_the_option(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(LockedFolder, "path", lambda self, num_bytes: tmp_path / "gone")
     with pytest.raises(ValueError, match="engine.weights_dir"):
         WeightsFile(str(tmp_path)).write(1, [("a", torch.ones(3))])

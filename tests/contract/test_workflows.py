@@ -92,9 +92,7 @@ def test_a_process_that_dies_is_an_agent_that_failed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", IN_A_PROCESS)
-def test_one_that_hangs_is_cut_off_and_killed_with_what_it_has_started(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_hangs_is_cut_off_and_killed_with_what_it_has_started(kind: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     host = ScriptedHost(workflow(kind, "hangs"), says, timeout_s=8.0)  # enough for it to start what it starts
     host.run()

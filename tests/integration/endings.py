@@ -21,9 +21,9 @@ from rollover.run.step_log import StepLog
 CHECKPOINT: dict[str, Any] = {"every_steps": 50, "save_final_model": False}
 
 
-def train(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
-    """`rollover train WORDS`: its exit code, and all that it says."""
-    code = cli.main(["train", *map(str, words)])
+def train(capsys: pytest.CaptureFixture[str], *words: str | Path, verb: str = "train") -> tuple[int, str]:
+    """`rollover train WORDS`, or another verb: its exit code, and all that it says."""
+    code = cli.main([verb, *map(str, words)])
     out = capsys.readouterr()
     assert "Traceback" not in out.err, out.err
     return code, out.out + out.err

@@ -86,6 +86,11 @@ def rollover(
     return subprocess.CompletedProcess(run.args, code, run.out, run.err)
 
 
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of each step of the run in `folder`."""
+    return json_lines(folder / "run" / "metrics.jsonl")
+
+
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Complete lines only: a killed writer may have left half a line."""
     if not path.exists():

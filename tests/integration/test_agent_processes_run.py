@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from test_workflow_function_run import check_whole
-from test_workflow_function_run import recipe as of_function
+from test_workflow_run import check_whole_of_agents, of_function
 
 from rollover.cli import main
 from unit.rewards.children import alive, wait_until_dead
@@ -85,8 +84,8 @@ def recipe(folder: Path, agent: str, **tables) -> Path:
 @pytest.mark.parametrize("agent", ["talk", "program"])
 def test_agents_in_processes_are_trained_and_evaluated(tmp_path: Path, agent: str) -> None:
     assert main(["train", str(recipe(tmp_path, agent, steps=1)), "--eval.num_tasks=2"]) == 0
-    check_whole(tmp_path / "run", 1)
-    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    check_whole_of_agents(tmp_path / "run", 1)
+    row = runs.rows(tmp_path)[-1]
     assert row["episodes/done"] >= 9 and row["episodes/error"] == 0 and row["turns/continued"] >= 9
     assert row["reward/missing"] == 0 and row["reward/mean"] > 0
     assert len(runs.json_lines(tmp_path / "run" / "eval.jsonl")) == 2
@@ -97,8 +96,8 @@ def test_agents_in_processes_are_trained_and_evaluated(tmp_path: Path, agent: st
 def test_what_agents_do_to_their_processes_costs_their_episodes_alone(tmp_path: Path) -> None:
     file = recipe(tmp_path, "hostile", steps=2, workflow={"timeout_s": 3.0, "memory_gb": 1.0, "retries": 0})
     assert main(["train", str(file)]) == 0
-    check_whole(tmp_path / "run", 2)
-    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    check_whole_of_agents(tmp_path / "run", 2)
+    row = runs.rows(tmp_path)[-1]
     assert row["episodes/done"] >= 6 and row["episodes/error"] >= 6 and row["episodes/timeout"] >= 3
 
 

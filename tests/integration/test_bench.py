@@ -61,9 +61,7 @@ def test_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch:
     } <= set(ratios)  # fmt: skip
 
 
-def test_tail_of_160k_tokens_in_virtual_time(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tail_of_160k_tokens_in_virtual_time(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial rollouts are faster than synchronous training, by the same factor on every machine."""
     monkeypatch.setattr(tail, "LONG_MODES", {name: tail.LONG_MODES[name] for name in ("sync", "partial_staleness_2")})
     assert cli.main(["bench", "tail", "--lengths", "160k", "--json"]) == 0
@@ -163,21 +161,6 @@ def test_engine_takes_another_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     out = engine.run(load_config([], overrides, require_sources=False).config, 1, [Peer()])
     assert asked == [(2, 2)] * 2 and {"engine_2_vs_peer", "engine_1_vs_linear_bound"} <= out["ratios"].keys()
     assert {r["version"] for r in out["results"] if r["system"] == "peer"} == {"3"}
-
-
-def test_the_lengths_of_a_step_are_those_of_a_small_model() -> None:
-    lengths = [length for of_group in step.answer_lengths() for length in of_group]
-    assert len(lengths) == step.GROUPS * step.SIZE and 2 <= min(lengths) and max(lengths) == step.NEW_TOKENS
-    assert 20 <= sorted(lengths)[32] <= 35 and 35 <= sum(lengths) / 64 <= 60, "as measured: median 26, mean 47"
-    assert step.answer_lengths() == step.answer_lengths()
-
-
-def test_step_without_forced_lengths_is_what_learning_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("GROUPS", 2), ("SIZE", 2), ("NEW_TOKENS", 12)):
-        monkeypatch.setattr(step, name, value)
-    overrides = [("model.path", str(tiny.save(tmp_path / "model"))), ("run.threads", "1")]
-    steps = step.run_ours(load_config([], overrides, require_sources=False).config, [], 2)
-    assert len(steps) == 2 and all(s.seconds > 0 and 0 <= s.reward <= 1 and s.tokens >= 4 for s in steps)
 
 
 def test_tail(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

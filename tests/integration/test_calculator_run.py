@@ -99,7 +99,7 @@ def test_the_policy_calls_its_tool_over_turns(tmp_path: Path, monkeypatch: pytes
     source = tmp_path / "tasks.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"2*3? {i}", "answer": "6"}) + "\n" for i in range(50)))
     assert main(["train", str(file)]) == 0
-    rows, records = runs.json_lines(tmp_path / "run" / "metrics.jsonl"), runs.records(tmp_path / "run")
+    rows, records = runs.rows(tmp_path), runs.records(tmp_path / "run")
     assert len(records) == 2 * 9 and {r["outcome"] for r in records} == {"trained"}
     one, two, three = records[:3]
     asked = '<tool_call>{"name": "calculate", "arguments": {"expression": "%s"}}</tool_call>'

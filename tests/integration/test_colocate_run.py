@@ -66,10 +66,6 @@ def recipe(folder: Path, fault: str = "", **tables: Any) -> Path:
     )
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return runs.json_lines(folder / "run" / "metrics.jsonl")
-
-
 @pytest.mark.parametrize("trainer", ["local", pytest.param("ranks", marks=pytest.mark.slow)])
 def test_colocated_servers_sleep_while_each_step_is_trained(tmp_path: Path, trainer: str) -> None:
     """Unfinished rollouts are continued, evaluations find servers awake, and the time is accounted for."""
@@ -79,7 +75,7 @@ def test_colocated_servers_sleep_while_each_step_is_trained(tmp_path: Path, trai
     )  # fmt: skip
     done = runs.rollover("train", path, "--train.publish_every", "2", timeout=LIMIT_S)
     assert done.returncode == 0, done.err
-    rows = rows_of(tmp_path)
+    rows = runs.rows(tmp_path)
     assert [(row["own/servers"], row["own/asleep"]) for row in rows] == [(1, 1)] * STEPS
     assert rows[-1]["rollouts/resumed"] > 0 and rows[-1]["engine/ejections"] == 0
     assert rows[-1]["tokens/generated"] == sum(rows[-1][f"tokens/{k}"] for k in ("trained", "dropped", "held"))
@@ -91,7 +87,7 @@ def test_colocated_server_killed_asleep_starts_after_the_step(tmp_path: Path) ->
     done = runs.rollover("train", recipe(tmp_path, "server"), timeout=LIMIT_S)
     assert done.returncode == 0, done.err
     check_whole(tmp_path / "run", STEPS)
-    rows = rows_of(tmp_path)
+    rows = runs.rows(tmp_path)
     assert [(row["own/servers"], row["own/asleep"]) for row in rows] == [(1, 1)] * STEPS
     assert rows[-1]["engine/ejections"] == 1
 
@@ -105,4 +101,4 @@ def test_colocated_run_ended_while_servers_sleep_resumes_whole(tmp_path: Path, f
     done = runs.rollover("train", path, "--resume", timeout=LIMIT_S)
     assert done.returncode == 0, done.err
     check_whole(tmp_path / "run", STEPS)
-    assert rows_of(tmp_path)[-1]["rollouts/resumed"] > 0
+    assert runs.rows(tmp_path)[-1]["rollouts/resumed"] > 0

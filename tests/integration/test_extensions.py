@@ -281,7 +281,7 @@ def test_registered_parts_act_in_a_run(toys: Path, tmp_path: Path, capsys: pytes
     assert "toys are about to train" in said.out, "the verb"
     for part in ("backend", "cluster", "curriculum", "hooks"):
         assert f"the toy {part}" in said.out
-    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    rows = runs.rows(tmp_path)
     records: list[dict[str, Any]] = [r for r in runs.records(tmp_path / "run") if r["outcome"] == "trained"]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and len(records) == STEPS * 9
     for row in rows:
@@ -308,9 +308,7 @@ def test_registered_parts_act_in_a_run(toys: Path, tmp_path: Path, capsys: pytes
         ({"environment": "toy", "tool_format": "toy"}, "format"),
     ],
 )
-def test_registered_agents_act_in_a_run(
-    workflow: dict[str, str], part: str, toys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_registered_agents_act_in_a_run(workflow: dict[str, str], part: str, toys: Path, tmp_path, capsys) -> None:
     file = recipe(tmp_path, workflow=workflow, tasks={"chat": True}, engine={"kind": "embedded"})
     tokenizer = copy.deepcopy(tiny.tokenizer())
     tokenizer.chat_template = TEMPLATE
@@ -321,7 +319,7 @@ def test_registered_agents_act_in_a_run(
     said = capsys.readouterr()
     assert code == 0, said.err
     assert f"the toy {part}" in said.out
-    (row,) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    (row,) = runs.rows(tmp_path)
     assert row["reward/mean"] in (0.5, 1.0), "of the agent, or of the environment"
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,21 @@ def run(out: Path, *arguments: str, env: dict[str, str] | None = None) -> subpro
     return subprocess.run(command(out, *arguments), env=env, capture_output=True, text=True, timeout=300)
 
 
+@contextmanager
+def begun(out: Path, part: str, *arguments: str, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A report whose `part` has begun; killed at the end."""
+    report = subprocess.Popen(command(out, *arguments), env=env, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not (out / "gpu-report.json").exists() or part not in parts(out):
+            assert report.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        yield report
+    finally:
+        report.kill()
+        report.wait()
+
+
 def parts(out: Path) -> dict[str, dict[str, Any]]:
     return {part["name"]: part for part in json.loads((out / "gpu-report.json").read_text())["parts"]}
 
@@ -63,15 +80,8 @@ def test_parts_that_pass_are_in_both_files(tmp_path: Path) -> None:
 def test_a_kill_leaves_the_parts_before_it(tmp_path: Path) -> None:
     env = packages(tmp_path / "site", pytest=PASSING_TESTS)
     out = tmp_path / "out"
-    report = subprocess.Popen(command(out, "--only", "tests,training"), env=env, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while not (out / "gpu-report.json").exists() or "training" not in parts(out):
-            assert report.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        report.kill()
-        report.wait()
+    with begun(out, "training", "--only", "tests,training", env=env):
+        pass
     found = parts(out)
     assert found["tests"]["status"] == "passed" and found["tests"]["rows"]
     assert found["training"]["status"] == "running"
@@ -79,17 +89,19 @@ def test_a_kill_leaves_the_parts_before_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tests", "minutes", "status"),
-    [(HANGING_TESTS, "0.02", "cut off by its time limit"), (FAILING_TESTS, "1", "failed")],
+    [
+        (HANGING_TESTS, "0.02", "cut off by its time limit"),
+        (FAILING_TESTS, "1", "failed"),
+        ("def main(arguments, plugins):\n    import os\n    os._exit(0)\n", "1", "failed"),
+    ],
 )
-def test_a_part_that_hangs_or_fails_does_not_end_the_report(
-    tests: str, minutes: str, status: str, tmp_path: Path
-) -> None:
+def test_a_part_that_hangs_or_fails_does_not_end_the_report(tests: str, minutes: str, status: str, tmp_path) -> None:
     env = packages(tmp_path / "site", pytest=tests)
     done = run(tmp_path / "out", "--only", "tests, vLLM", "--minutes", minutes, env=env)
     assert done.returncode == 1
     found = parts(tmp_path / "out")
     assert found["tests"]["status"] == status and found["vLLM"]["status"] == "left out"
-    if status == "failed":
+    if tests is FAILING_TESTS:
         assert found["tests"]["error"] == "RuntimeError: no such device"
         assert "no such device" in (tmp_path / "out" / "gpu-report.md").read_text()
 
@@ -100,15 +112,6 @@ def test_missing_packages_are_all_named_before_it_starts(tmp_path: Path) -> None
     done = run(tmp_path / "out", env=env)
     assert done.returncode == 2 and not list((tmp_path / "out").iterdir())
     assert "missing Python packages: pydantic, rich" in done.stderr and "WHEELS=folder" in done.stderr
-
-
-def test_wheels_are_unpacked_onto_the_path(tmp_path: Path) -> None:
-    (wheels := tmp_path / "wheels").mkdir()
-    with zipfile.ZipFile(wheels / "pytest-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("pytest.py", PASSING_TESTS)
-    done = run(tmp_path / "out", "--only", "tests", "--wheels", str(wheels))
-    assert done.returncode == 0, done.stderr
-    assert parts(tmp_path / "out")["tests"]["rows"][-1]["outcome"] == "1 passed, 0 failed, 0 skipped"
 
 
 @pytest.mark.parametrize("content", [None, b"not a zip"])
@@ -142,15 +145,6 @@ def test_what_a_part_writes_and_leaves_behind_harms_nothing(tmp_path: Path) -> N
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\0301.25" in p.read_bytes()]
 
 
-@pytest.mark.parametrize(
-    "code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.kill(os.getpid(), 11)"]
-)
-def test_a_part_that_ends_early_has_not_passed(code: str, tmp_path: Path) -> None:
-    env = packages(tmp_path / "site", pytest=f"def main(arguments, plugins):\n    {code}\n")
-    assert run(tmp_path / "out", "--only", "tests", env=env).returncode == 1
-    assert parts(tmp_path / "out")["tests"]["status"] == "failed"
-
-
 @pytest.mark.parametrize("code", ["raise SystemExit(1)", "import os; os.kill(os.getpid(), 11)"])
 def test_a_package_that_ends_its_import_leaves_its_part_out(code: str, tmp_path: Path) -> None:
     env = packages(tmp_path / "site", pytest=PASSING_TESTS, vllm=code)
@@ -163,17 +157,9 @@ def test_sigterm_leaves_no_folder_and_says_how_far_it_was(tmp_path: Path) -> Non
     (tmp_path / "tmp").mkdir()
     env = packages(tmp_path / "site", pytest=HANGING_TESTS) | {"TMPDIR": str(tmp_path / "tmp")}
     out = tmp_path / "out"
-    report = subprocess.Popen(command(out, "--only", "tests"), env=env, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while not (out / "gpu-report.json").exists() or not parts(out):
-            assert report.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+    with begun(out, "tests", "--only", "tests", env=env) as report:
         report.terminate()
         assert report.wait(30) == 143
-    finally:
-        report.kill()
-        report.wait()
     assert parts(out)["tests"]["status"] == "interrupted" and "interrupted" in (out / "gpu-report.md").read_text()
     assert not list((tmp_path / "tmp").iterdir())
 

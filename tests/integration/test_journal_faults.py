@@ -26,13 +26,7 @@ from rollover.run.event_log import EventLog
 from rollover.types import Segment
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return runs.json_lines(folder / "run" / "metrics.jsonl")
-
-
-def test_a_journal_that_is_switched_off_is_not_read_back_twice(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_journal_that_is_switched_off_is_not_read_back_twice(tmp_path: Path, capsys) -> None:
     """Its steps are rolled back, and others are trained in their place: those of the journal never happened."""
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
     words = ["--resume", "--checkpoint.journal_s", "0", "--train.learning_rate", "2e-3"]
@@ -44,28 +38,17 @@ def test_a_journal_that_is_switched_off_is_not_read_back_twice(
     assert not list((tmp_path / "run" / "journal").iterdir())
 
 
-def test_where_a_runs_checkpoints_are_is_known_before_its_journal_goes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_a_runs_checkpoints_are_is_known_before_its_journal_goes(tmp_path: Path, capsys) -> None:
     recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT | {"every_steps": 2})
     train_until_called(capsys, RunDirectory, "on_checkpoint", recipe)
-    before = rows_of(tmp_path)
+    before = runs.rows(tmp_path)
     code, text = train(capsys, recipe, "--resume", "--checkpoint.dir", tmp_path / "elsewhere")
     assert code == 0 and "resumed from the start and " in text, text
-    assert rows_of(tmp_path)[: len(before)] == before
-    check_whole_at(tmp_path / "run", tmp_path / "elsewhere", 4)
+    assert runs.rows(tmp_path)[: len(before)] == before
+    check_whole(tmp_path / "run", 4, checkpoints=tmp_path / "elsewhere")
 
 
-def check_whole_at(run_dir: Path, checkpoints: Path, steps: int) -> None:
-    """`check_whole` looks for checkpoints in the run's directory."""
-    (run_dir / "checkpoints").rename(run_dir / "of the first start")
-    checkpoints.rename(run_dir / "checkpoints")
-    check_whole(run_dir, steps)
-
-
-def test_steps_that_were_rolled_back_are_not_trained_again_by_a_start_with_the_settings_set_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rolled_back_steps_are_not_trained_by_older_settings(tmp_path: Path, capsys) -> None:
     """Killed when their rows were cut, and before the checkpoint."""
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
     assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
@@ -73,7 +56,7 @@ def test_steps_that_were_rolled_back_are_not_trained_again_by_a_start_with_the_s
         begun = look_at_start(monkeypatch)
         train_until(capsys, 4, recipe, "--resume")
     ended = train_until_called(capsys, Checkpointing, "begin", recipe, "--resume", "--train.learning_rate", "2e-3")
-    assert "are rolled back, since train.learning_rate changed: " in ended.text and len(rows_of(tmp_path)) == 2
+    assert "are rolled back, since train.learning_rate changed: " in ended.text and len(runs.rows(tmp_path)) == 2
     with pytest.MonkeyPatch.context() as monkeypatch:
         again = look_at_start(monkeypatch)
         code, text = train(capsys, recipe, "--resume")
@@ -82,9 +65,7 @@ def test_steps_that_were_rolled_back_are_not_trained_again_by_a_start_with_the_s
     check_whole(tmp_path / "run", 6)
 
 
-def test_rows_that_are_missing_are_said_of_the_step_that_the_run_goes_on_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_are_missing_are_said_of_the_step_that_the_run_goes_on_from(tmp_path: Path, capsys) -> None:
     recipe = runs.write(tmp_path, steps=5, checkpoint=CHECKPOINT)
     assert train(capsys, recipe, "--train.num_steps", "2")[0] == 0
     train_until(capsys, 4, recipe, "--resume")
@@ -100,9 +81,7 @@ def test_rows_that_are_missing_are_said_of_the_step_that_the_run_goes_on_from(
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["in the journal", "in a checkpoint"])
-def test_nobody_goes_on_after_another_prompt(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpointed: bool
-) -> None:
+def test_nobody_goes_on_after_another_prompt(tmp_path: Path, capsys, checkpointed: bool) -> None:
     """What a checkpoint holds has its prompt with it. The journal asks for it again, and knows it from another."""
     recipe = runs.write(tmp_path, steps=4, checkpoint=CHECKPOINT)
     if checkpointed:
@@ -152,6 +131,8 @@ def train_until_second_ctrl_c(capsys: pytest.CaptureFixture[str], recipe: Path) 
 def test_a_second_ctrl_c_loses_no_more_than_a_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = runs.write(tmp_path, steps=2, checkpoint=CHECKPOINT | {"journal_s": 0.001})
     told = train_until_second_ctrl_c(capsys, recipe)
+    code, text = train(capsys, recipe)
+    assert code == 2 and "holds a run already: add --resume" in text, text
     begun: dict[str, int] = {}
     extend = EmbeddedEngine.extend
 
@@ -167,22 +148,11 @@ def test_a_second_ctrl_c_loses_no_more_than_a_kill(tmp_path: Path, capsys: pytes
     check_whole(tmp_path / "run", 2)
 
 
-def test_a_run_that_has_only_generated_is_not_begun_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = runs.write(tmp_path, steps=2, checkpoint=CHECKPOINT | {"journal_s": 0.001})
-    train_until_second_ctrl_c(capsys, recipe)
-    code, text = train(capsys, recipe)
-    assert code == 2 and "holds a run already: add --resume" in text, text
-    assert train(capsys, recipe, "--resume")[0] == 0
-
-
-@pytest.mark.parametrize("before_row", [False, True], ids=["between steps", "before the row"])
-def test_what_was_trained_again_is_in_no_other_steps_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], before_row: bool
-) -> None:
+def test_what_was_trained_again_is_in_no_other_steps_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = runs.write(tmp_path, steps=6, checkpoint=CHECKPOINT)
-    train_until(capsys, 5, recipe, before_row=before_row)
+    train_until(capsys, 5, recipe, before_row=True)
     assert train(capsys, recipe, "--resume")[0] == 0
-    rows = rows_of(tmp_path)
+    rows = runs.rows(tmp_path)
     for row in rows:
         assert (
             0
@@ -196,9 +166,7 @@ def test_what_was_trained_again_is_in_no_other_steps_row(
 
 
 @pytest.mark.parametrize("nonsense", [False, True])
-def test_an_engine_that_does_not_say_how_far_it_is_ends_no_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, nonsense: bool
-) -> None:
+def test_an_engine_that_does_not_say_how_far_it_is_ends_no_run(tmp_path, capsys, monkeypatch, nonsense: bool) -> None:
     async def answer(engine: EmbeddedEngine, rollout_ids: Iterable[str]) -> Any:
         if not nonsense:
             raise RuntimeError("I do not know")
@@ -211,9 +179,7 @@ def test_an_engine_that_does_not_say_how_far_it_is_ends_no_run(
     check_whole(tmp_path / "run", 3)
 
 
-def test_an_engine_that_never_says_how_far_it_is_keeps_nothing_from_the_disk_and_the_mirror(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_engine_keeps_nothing_from_disk_and_mirror(tmp_path: Path, capsys, monkeypatch) -> None:
     async def hang(engine: EmbeddedEngine, rollout_ids: Iterable[str]) -> Any:
         await asyncio.Event().wait()
 
@@ -228,9 +194,7 @@ def test_an_engine_that_never_says_how_far_it_is_keeps_nothing_from_the_disk_and
     check_whole(tmp_path / "run", 3, checkpoints=checkpoint["dir"])
 
 
-def test_where_the_journal_cannot_be_ended_the_rest_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_journal_cannot_be_ended_the_rest_is(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     close_journal, close_engine, close_mirror = Journal.close, EmbeddedEngine.close, Mirror.close
 

@@ -1,9 +1,10 @@
-"""`import rollover` on the tiny model: whole runs, own loops, interrupts, other event loops."""
+"""The Python API in real runs, and what is wrong to ask of a session."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -13,10 +14,15 @@ from typing import Any
 import pytest
 import runs
 from reward_functions import digits
+from runs import check_whole
 
 import rollover
 from rollover import cli
 from rollover.config import ConfigError
+from rollover.track.tracker import Tracker
+
+# `import rollover` on the tiny model: whole runs, own loops, interrupts, other event loops
+
 
 # Synchronous: which groups a partial mode trains depends on when their scores arrive.
 SETTINGS: dict[str, Any] = {
@@ -70,7 +76,7 @@ def test_the_same_keys_give_the_same_tokens_as_the_command_line(tmp_path: Path, 
     assert cli.main(["train", str(recipe)]) == 0
     run = rollover.train(**settings, reward=digits)
     assert tokens(run.directory) == tokens(tmp_path / "run") and len(tokens(run.directory)) >= 36
-    mine, theirs = run.metrics, runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    mine, theirs = run.metrics, runs.rows(tmp_path)
     assert [row["grad_norm"] for row in mine] == [row["grad_norm"] for row in theirs]
 
 
@@ -131,9 +137,7 @@ def test_it_works_inside_a_running_event_loop(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["a script", "a running loop"])
-def test_an_interrupt_parks_and_the_run_goes_on(
-    settings: dict[str, Any], capsys: pytest.CaptureFixture[str], inside: bool
-) -> None:
+def test_an_interrupt_parks_and_the_run_goes_on(settings: dict[str, Any], capsys, inside: bool) -> None:
     """Inside a loop the signal reaches the run from another thread, so it may take some steps."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
@@ -157,9 +161,7 @@ def test_an_interrupt_parks_and_the_run_goes_on(
     assert f"train.num_steps: 100 -> {num + 2}" in settings_changed and "rewards.function" not in settings_changed
 
 
-def test_a_run_of_objects_goes_on_only_with_them(
-    tmp_path: Path, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_objects_goes_on_only_with_them(tmp_path: Path, settings: dict[str, Any], capsys) -> None:
     run = rollover.train(**settings, reward=digits, before_produce=press_at(2))
     with pytest.raises(ConfigError, match="names an object of a Python program.*Hand it over again"):
         rollover.train(resume=run.directory)
@@ -343,3 +345,104 @@ def test_a_plan_is_what_the_command_prints(tmp_path: Path, capsys: pytest.Captur
     told = json.loads(capsys.readouterr().out)
     told.pop("sources")
     assert json.loads(json.dumps(plan.as_json())) == told and plan.speedup > 0
+
+
+# A session used as it is not meant to be: by several tasks at once, twice, or after its end
+
+
+def of_session(folder: Path, **changes: Any) -> dict[str, Any]:
+    rollout = {"groups_per_step": 2, "group_size": 3, "max_new_tokens": 8, "in_flight_groups": 4}
+    recipe = runs.write(folder, steps=4, rollout=rollout)
+    return {"config": recipe, "num_tasks": 2, **changes}
+
+
+def test_what_other_tasks_ask_for_waits_for_the_end_of_the_step(tmp_path: Path) -> None:
+    """A checkpoint in the middle of a step would hold rollouts that the engine still extends."""
+    made: list[int] = []
+
+    async def walk(session: rollover.Session) -> None:
+        async for step in session.steps():
+            made.append(step.number)
+            await asyncio.sleep(0)
+
+    async def save(session: rollover.Session) -> None:
+        for _ in range(4):
+            await asyncio.sleep(0.01)
+            await session.checkpoint()
+            await session.evaluate()
+
+    async def main() -> None:
+        async with rollover.Session(**of_session(tmp_path)) as session:
+            await asyncio.gather(walk(session), walk(session), save(session))
+
+    asyncio.run(main())
+    assert sorted(made) == [1, 2, 3, 4]
+    check_whole(tmp_path / "run", 4)
+
+
+def test_steps_of_a_session_that_has_ended_are_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with rollover.Session(**of_session(tmp_path)) as session:
+            steps = session.steps()
+            assert (await anext(steps)).number == 1
+        with pytest.raises(RuntimeError, match="not open"):
+            await anext(steps)
+
+    asyncio.run(main())
+    assert rollover.train(resume=tmp_path / "run", trust=True).finished
+
+
+@pytest.mark.parametrize("used", ["inside", "entered", "closed"])
+def test_a_session_is_entered_once(tmp_path: Path, used: str) -> None:
+    async def main() -> None:
+        session = rollover.Session(**of_session(tmp_path))
+        if used == "inside":
+            async with session:
+                with pytest.raises(RuntimeError, match="entered once"):
+                    await session.__aenter__()
+                assert [step.number async for step in session.steps()] == [1, 2, 3, 4]
+            return
+        if used == "entered":
+            async with session:
+                pass
+        session.close()
+        with pytest.raises(RuntimeError, match="entered once"):
+            await session.__aenter__()
+
+    asyncio.run(main())
+
+
+def test_a_directory_is_free_again_where_a_run_could_not_begin(tmp_path: Path) -> None:
+    """The error is kept, as a notebook keeps the last one, and with it whoever raised it."""
+
+    def fails() -> Tracker:
+        raise RuntimeError("no network")
+
+    with pytest.raises(ValueError, match="no network") as kept:
+        rollover.train(**of_session(tmp_path, trackers=[fails]))
+    assert rollover.train(**of_session(tmp_path, trackers=[Tracker])).finished and kept.value
+
+
+@pytest.mark.parametrize("text", ['{"run": {', "[1]", '{"algorithm": 3}'])
+def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.resolved.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match="config.resolved.json is damaged"):
+        rollover.open(tmp_path).config  # noqa: B018
+    with pytest.raises(ValueError, match="config.resolved.json is damaged"):
+        rollover.train(resume=tmp_path)
+
+
+def test_sessions_that_end_in_the_order_in_which_they_began_give_the_signals_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        first, second = (rollover.Session(**of_session(tmp_path / name)) for name in ("first", "second"))
+        for session in (first, second):
+            await session.__aenter__()
+        await first.__aexit__(None, None, None)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert second.interrupted and not first.interrupted
+        await second.__aexit__(None, None, None)
+        assert signal.getsignal(signal.SIGINT) is before
+
+    asyncio.run(main())

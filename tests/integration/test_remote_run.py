@@ -53,7 +53,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
     run = runs.start("train", recipe, log=tmp_path / "log")
     deadline = time.monotonic() + LIMIT_S
     try:
-        while not runs.json_lines(tmp_path / "run" / "metrics.jsonl"):
+        while not runs.rows(tmp_path):
             assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.05)
         family = descendants(run.pid) | {psutil.Process(run.pid)}
@@ -107,7 +107,7 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path: Path) -> None
     began = time.monotonic()
     try:
         while run.poll() is None and time.monotonic() - began < LIMIT_S:
-            rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+            rows = runs.rows(tmp_path)
             there = servers(run.pid)
             seen |= set(there)
             if len(killed) < 2 and len(rows) > 2 * len(killed) and len(there) == 2:
@@ -117,7 +117,7 @@ def test_a_run_goes_on_when_one_of_its_servers_is_killed(tmp_path: Path) -> None
         assert run.wait(1) == 0, (tmp_path / "log").read_text()
     finally:
         run.kill()
-    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    rows = runs.rows(tmp_path)
     check_whole(tmp_path / "run", steps)
     assert len(killed) == 2 and rows[-1]["engine/ejections"] >= 1
     assert rows[-1]["engine/span_mismatches"] == 0

@@ -11,8 +11,8 @@ import pytest
 
 import staleness_experiment as experiment
 from local_trainer import build_batch
-from rollover.types import Group, Prompt, SamplingParams, Segment, StopReason
-from staleness_experiment import METHODS, Experiment, Result, Setting, make_group, run, run_all, score, table
+from rollover.types import Group
+from staleness_experiment import METHODS, Experiment, Result, Setting, run, run_all, table
 
 
 def short(method: str, lag: int, steps: int = 2) -> Setting:
@@ -66,17 +66,7 @@ def test_without_staleness_the_methods_are_one() -> None:
         assert result.metrics["clip_fraction"] == pytest.approx(results[0].metrics["clip_fraction"], abs=1e-2)
 
 
-def test_the_reward_is_the_share_of_right_places() -> None:
-    group = make_group(seed=0, group_id=0)
-    group.prompt, rollout = Prompt((6,)), group.rollouts[0]
-    tokens = [7, 0, 1, 1, 2, 4]  # 7 0 1 2 3 4 is right
-    rollout.add(Segment(np.asarray(tokens, np.int32), np.zeros(6, np.float32), 0, SamplingParams(), StopReason.LENGTH))
-    assert score(group, rollout) == pytest.approx(4 / 6)
-
-
-def test_the_table_has_means_over_seeds_and_finished_runs_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_has_means_over_seeds_and_finished_runs_are_kept(tmp_path: Path, monkeypatch) -> None:
     metrics = {"clip_fraction": 0.25, "mismatch/logprob_abs_mean": 0.8}
     wanted = [Setting("decoupled", 4, seed) for seed in (0, 1)]
     rewards = {wanted[0]: [0.9] * 10 + [0.1] * 9 + [0.3], wanted[1]: [0.32] * 5 + [0.6] + [0.5] * 14}

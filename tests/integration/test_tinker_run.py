@@ -48,9 +48,7 @@ def recipe(folder: Path, url: str, mode: dict[str, Any], **tables: Any) -> Path:
     )
 
 
-def test_a_run_that_ends_early_goes_on_exactly_and_the_key_is_nowhere(
-    tmp_path: Path, service: tuple[FakeTinker, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_that_ends_early_goes_on_and_hides_the_key(tmp_path: Path, service: tuple[FakeTinker, str], capsys) -> None:
     fake, url = service
     straight, cut = (recipe(tmp_path / name, url, SYNC, eval={"num_tasks": 2}) for name in ("straight", "cut"))
     assert main(["train", str(straight)]) == 0
@@ -81,7 +79,7 @@ def test_a_run_that_ends_early_goes_on_exactly_and_the_key_is_nowhere(
 )
 def test_it_runs_in_every_mode(mode: dict[str, Any], tmp_path: Path, service: tuple[FakeTinker, str]) -> None:
     assert main(["train", str(recipe(tmp_path, service[1], mode, steps=3))]) == 0
-    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    rows = runs.rows(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert any(row["grad_norm"] > 0 for row in rows), "in one of them all pairs of siblings may have equal scores"
     for row in rows:
@@ -106,9 +104,7 @@ def test_what_cannot_be_is_said(
     assert why in error and "Traceback" not in error, error
 
 
-def test_without_a_key_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_key_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     assert main(["train", str(recipe(tmp_path, "http://127.0.0.1:9", SYNC))]) == 2
     assert "needs the key of the service: set TINKER_API_KEY in the environment" in capsys.readouterr().err
@@ -117,7 +113,7 @@ def test_without_a_key_it_is_asked_for(
 def test_tasks_are_given_by_their_pass_rates(tmp_path: Path, service: tuple[FakeTinker, str]) -> None:
     curriculum = {"tasks.curriculum": {"kind": "buckets", "easy_weight": 0.0}}
     assert main(["train", str(recipe(tmp_path, service[1], SYNC, **curriculum))]) == 0
-    (*_, last) = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    (*_, last) = runs.rows(tmp_path)
     assert last["curriculum/known"] == last["curriculum/hard"] + last["curriculum/normal"] > 0
 
 
@@ -129,16 +125,14 @@ def answer_told(task, messages):
 
 
 @pytest.mark.parametrize("refresh_steps", [0, 2])
-def test_opsd_run_reports_the_divergence_and_resumes(
-    refresh_steps: int, tmp_path: Path, service: tuple[FakeTinker, str]
-) -> None:
+def test_opsd_run_reports_divergence_and_resumes(refresh_steps: int, tmp_path, service: tuple[FakeTinker, str]) -> None:
     distill = {"teacher": "policy", "refresh_steps": refresh_steps or None}
     file = recipe(tmp_path, service[1], SYNC, steps=4, distill=distill)
     (tmp_path / "prompts.py").write_text(PRIVILEGED)
     words = ["train", str(file), "--distill.privileged", f"{tmp_path}/prompts.py:answer_told"]
     assert main([*words, "--run.hooks", f"{tmp_path}/hooks.py:EndsAtTwo"]) == 2
     assert main([*words, "--resume"]) == 0
-    rows = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    rows = runs.rows(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["distill/kl"] != 0 and row["grad_norm"] > 0 and row["time/teacher_s"] > 0 for row in rows)
     saved = {asked["path"].split("-")[1] for asked in service[0].named("save_weights_for_sampler")
@@ -152,5 +146,5 @@ def test_examples_are_trained_at_a_service(tmp_path: Path, service: tuple[FakeTi
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--sft.path", f"{tmp_path}/examples.jsonl", "--sft.eval_fraction", "0.3"]
     assert main(["sft", str(path), *words]) == 0
-    made = runs.json_lines(tmp_path / "run" / "metrics.jsonl")
+    made = runs.rows(tmp_path)
     assert made[-1]["sft/loss"] < made[0]["sft/loss"] and made[-1]["eval/sft_loss"] < made[0]["sft/loss"]

@@ -1,7 +1,4 @@
-"""TRL's scripts over `rollover.compat.trl`: what its documentation shows, on a tiny model and rows of the test's own.
-
-Compared with TRL itself where it is installed: the same samples a step, and both learn.
-"""
+"""rollover.compat.trl: scripts for TRL as they are, and their reward functions."""
 
 from __future__ import annotations
 
@@ -11,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 from reward_functions import has_letter, share_of_letters, unique_chars
 from transformers import TrainerCallback
 
+import rollover
 import tiny
 from documents import blocks
 from rollover.api.settings import Arguments
 from rollover.compat import trl as ours
 from rollover.config import ConfigError
 from rollover.plugins.trl.arguments import convert_arguments
+
+# TRL's scripts over `rollover.compat.trl`: what its documentation shows, on a tiny model and rows of the test's own
+
 
 LETTERS = "abcdefgh"
 TEXTS = [{"prompt": f"say {a}{b}", "letter": a} for a in LETTERS for b in LETTERS[:3]]
@@ -109,9 +111,8 @@ def peft_model(model: str, **options: Any) -> Any:
     return peft.get_peft_model(base, lora)
 
 
-@pytest.mark.parametrize("trained_before", [False, True])
-def test_peft_model_is_trained_in_place(model: str, tmp_path: Path, trained_before: bool) -> None:
-    adapted = peft_model(model, **({"init_lora_weights": False} if trained_before else {}))
+def test_peft_model_is_trained_in_place(model: str, tmp_path: Path) -> None:
+    adapted = peft_model(model, init_lora_weights=False)
     before = {name: tensor.detach().clone() for name, tensor in adapted.named_parameters()}
     fields = FAST | {"max_steps": 1, "learning_rate": 1e-3}
     trainer = ours.GRPOTrainer(
@@ -122,11 +123,11 @@ def test_peft_model_is_trained_in_place(model: str, tmp_path: Path, trained_befo
     config = trainer.run.config
     assert (config["model"]["lora"]["rank"], config["model"]["lora"]["target_modules"]) == (4, ["q_proj", "v_proj"])
     assert config["tasks"]["max_prompt_tokens"] == 50 and config["train"]["warmup_ratio"] == 0
-    assert bool(config["model"]["lora"]["path"]) == trained_before
+    assert config["model"]["lora"]["path"]
     for name, tensor in adapted.named_parameters():
         same = tensor.equal(before[name])
         assert same == (".lora_" not in name), name
-        if trained_before and not same:  # one step away from those that were handed over
+        if not same:  # one step away from those that were handed over
             assert (tensor - before[name]).abs().max() < 2e-3, name
 
 
@@ -328,14 +329,40 @@ def test_it_learns_as_trl_does_of_as_many_samples(model: str, tmp_path: Path, mo
     assert rise(mine) == pytest.approx(rise(theirs), rel=1 / 3)
 
 
-@pytest.mark.parametrize(("threshold", "masks"), [(None, False), (0.0, True)])
-def test_off_policy_mask_threshold_of_zero_masks(
-    threshold: float | None, masks: bool, model: str, tmp_path: Path
-) -> None:
+def test_off_policy_mask_threshold_of_zero_masks(model: str, tmp_path: Path) -> None:
     args = ours.GRPOConfig(
-        str(tmp_path / "out"), off_policy_mask_threshold=threshold, num_iterations=3, **{**FAST, "max_steps": 6}
+        str(tmp_path / "out"), off_policy_mask_threshold=0.0, num_iterations=3, **{**FAST, "max_steps": 6}
     )
     trainer = ours.GRPOTrainer(model=model, reward_funcs=share_of_letters, args=args, train_dataset=dataset(TEXTS))
     trainer.train()
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert (max(row.get("off_policy/masked_share", 0.0) for row in rows) > 0) == masks
+    assert max(row.get("off_policy/masked_share", 0.0) for row in rows) > 0
+
+
+# Reward functions of TRL's signature in runs without TRL's trainer
+
+
+CODE = """
+def warm(completions, trainer_state=None, log_metric=None, log_extra=None, **columns):
+    log_metric("twice", 2 * trainer_state.global_step)
+    log_extra("chars", [len(text) for text in completions])
+    return [trainer_state.global_step / trainer_state.max_steps for _ in completions]
+"""
+
+
+def test_trl_reward_sees_the_step_and_logs(tmp_path: Path) -> None:
+    runs.write(tmp_path)
+    reward = f"{tmp_path}/rewards.py:warm"
+    (tmp_path / "rewards.py").write_text(CODE)
+    run = rollover.train(
+        config={"rewards.functions": [{"function": reward}]},
+        model={"path": str(tmp_path / "model"), "dtype": "float32"},
+        tasks=[{"prompt": f"count to {i}"} for i in range(8)],
+        threads=1, groups_per_step=2, group_size=2, max_new_tokens=4, num_steps=2,
+        train={"minibatches_per_step": 2}, **{"run.dir": str(tmp_path / "out"), "track.live": "plain"},
+    )  # fmt: skip
+    prefix = "reward/extra/warm."
+    assert [row["reward/mean"] for row in run.metrics] == [0.0, 0.5]
+    assert [row[f"{prefix}twice"] for row in run.metrics] == [0.0, 4.0]
+    of = [record["extras"][prefix.removeprefix("reward/extra/") + "chars"] for record in run.records()]
+    assert of == [float(len(record["completion"])) for record in run.records()]

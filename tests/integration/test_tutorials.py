@@ -53,11 +53,9 @@ def test_the_index_names_every_page_once_and_each_is_short() -> None:
 @pytest.mark.parametrize(
     ("shown", "printed", "is_shown"),
     [
-        ("step 1/20 | reward 0.512\n", "step 1/20 | reward 0.498\n", True),
         ("step 1/20 | ... | partial 3%\n", "a\nstep 2/8 |  anything | partial 10%\n", True),
         ("a\nb\n", "b\na\n", False),
         ("health: entropy = 0.01\n", "health: grad_norm = 0.01\n", False),
-        ("first\n...\nlast\n", "first\n1\n2\nlast\n", True),
     ],
 )
 def test_what_is_shown_has_to_be_printed(shown: str, printed: str, is_shown: bool) -> None:

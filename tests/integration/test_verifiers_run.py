@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from test_workflow_function_run import check_whole
-from test_workflow_run import recipe as of_environment
+from test_workflow_run import check_whole_of_agents, of_environment
 
 from rollover.cli import main
 
@@ -35,8 +34,8 @@ def recipe(folder: Path, name: str, *, steps: int = 2, **tables) -> Path:
 @needs_verifiers
 def test_a_taskset_is_trained(tmp_path: Path) -> None:
     assert main(["train", str(recipe(tmp_path, "digits-taskset"))]) == 0
-    check_whole(tmp_path / "run", 2)
-    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    check_whole_of_agents(tmp_path / "run", 2)
+    row = runs.rows(tmp_path)[-1]
     assert row["episodes/done"] >= 18 and row["episodes/error"] == 0
     records = runs.records(tmp_path / "run")
     assert {r["role"] for r in records} == {"policy"}
@@ -50,7 +49,7 @@ def test_held_out_tasks_are_played_by_the_same_environment(tmp_path: Path, capsy
     other = "[workflow.verifiers_eval]\nopening = 'start at'\n"
     file.write_text(file.read_text() + other)
     assert main(["train", str(file)]) == 0
-    check_whole(tmp_path / "run", 1)
+    check_whole_of_agents(tmp_path / "run", 1)
     rows = runs.json_lines(tmp_path / "run" / "eval.jsonl")
     assert [row["episodes"]["done"] for row in rows] == [4, 4]
     capsys.readouterr()
@@ -66,8 +65,8 @@ def test_the_roles_of_an_environment_are_trained(tmp_path: Path) -> None:
     path = recipe(tmp_path, "debate-taskset")
     path.write_text(path.read_text() + roles)
     assert main(["train", str(path)]) == 0
-    check_whole(tmp_path / "run", 2)
-    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    check_whole_of_agents(tmp_path / "run", 2)
+    row = runs.rows(tmp_path)[-1]
     assert row["episodes/done"] >= 18 and row["turns/continued"] >= 9 and row["tokens/environment"] > 0
     assert {r["role"] for r in runs.records(tmp_path / "run")} == {"solver", "judge"}
 
@@ -76,18 +75,16 @@ def test_the_roles_of_an_environment_are_trained(tmp_path: Path) -> None:
 def test_a_run_goes_on_and_ends_beside_rewards_that_raise_or_hang(tmp_path: Path) -> None:
     file = recipe(tmp_path, "broken-taskset", workflow={"retries": 0})
     assert main(["train", str(file)]) == 0
-    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    row = runs.rows(tmp_path)[-1]
     assert row["episodes/error"] > 0 and row["episodes/done"] >= 12, row
 
 
 @needs_verifiers
-def test_a_run_goes_on_where_it_was_and_not_with_another_taskset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_where_it_was_and_not_with_another_taskset(tmp_path: Path, capsys) -> None:
     file = recipe(tmp_path, "digits-taskset", steps=1)
     assert main(["train", str(file)]) == 0
     assert main(["train", str(file), "--resume", "--train.num_steps=2"]) == 0
-    check_whole(tmp_path / "run", 2)
+    check_whole_of_agents(tmp_path / "run", 2)
     assert main(["train", str(recipe(tmp_path, "debate-taskset", steps=3)), "--resume"]) == 2
     assert "tasks.sources.0.name" in capsys.readouterr().err
 
@@ -100,8 +97,8 @@ def test_a_run_that_was_killed_plays_what_was_unfinished_again(tmp_path: Path, m
     assert subprocess.run(runs.command("train", file), timeout=300).returncode == -9
     (tmp_path / "kill").unlink()
     assert main(["train", str(file), "--resume"]) == 0
-    check_whole(tmp_path / "run", 2)
-    row = runs.json_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    check_whole_of_agents(tmp_path / "run", 2)
+    row = runs.rows(tmp_path)[-1]
     assert row["episodes/replayed"] > 0 and row["dropped/restarted/tokens"] == 0, "nothing is sampled again"
 
 
@@ -115,17 +112,13 @@ def test_a_run_that_was_killed_plays_what_was_unfinished_again(tmp_path: Path, m
         (["--workflow.verifiers=other", '--tasks.sources=[{kind = "verifiers", name = "mine"}]'], "makes by itself"),
     ],
 )
-def test_what_does_not_go_with_verifiers_exits_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], why: str
-) -> None:
+def test_what_does_not_go_with_verifiers_exits_2(tmp_path: Path, capsys, words: list[str], why: str) -> None:
     assert main(["train", str(recipe(tmp_path, "digits-taskset")), *words]) == 2
     error = capsys.readouterr().err
     assert why in error and "workflow.verifiers" in error, error
 
 
-def test_without_the_package_the_run_exits_2_and_says_how_to_get_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_package_the_run_exits_2_and_says_how_to_get_it(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.delitem(sys.modules, "verifiers.v1", raising=False)
     assert main(["train", str(recipe(tmp_path, "digits-taskset"))]) == 2

@@ -223,9 +223,7 @@ def options_of(verb: argparse.ArgumentParser) -> list[str]:
 @pytest.mark.parametrize(
     ("verb", "flag"), [(name, flag) for name, v in verbs_of(cli.build_parser()).items() for flag in options_of(v)]
 )
-def test_a_slip_in_any_option_of_a_verb_suggests_it_first(
-    capsys: pytest.CaptureFixture[str], verb: str, flag: str
-) -> None:
+def test_a_slip_in_any_option_of_a_verb_suggests_it_first(capsys, verb: str, flag: str) -> None:
     """Also where the verb then lacks what it needs, and where the option's value looks like another argument."""
     slips = {flag[:i] + flag[i + 1 :] for i in range(3, len(flag))} | {flag[:3] + flag[2:]}
     for slip in sorted(slips):
@@ -246,14 +244,7 @@ def test_what_begins_like_an_option_but_is_a_text_is_one(recipe: str) -> None:
     ("args", "message"),
     [
         (["--rollout.grup_size", "4"], "Did you mean rollout.group_size?"),
-        (["--rollout.group_size", "many"], "expected an integer, at least 1"),
         (["--run.seed", str(2**80)], f"run.seed = {2**80}: integers have 64 bits"),
-        (["--run.seed", "9" * 5000], "run.seed = "),
-        (["--model.lora.alpha", "8"], "model.lora.alpha has no effect with model.lora.rank = 0"),
-        (
-            ["--rollout.max_staleness", "1", "--rollout.in_flight_groups", "16", "--algorithm.correction", "none"],
-            "allow_uncorrected",
-        ),
         (["--checkpoint.resume_from", "step-000020"], "without --resume"),
     ],
 )

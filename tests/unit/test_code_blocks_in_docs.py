@@ -75,7 +75,7 @@ def test_python_tells_right_from_wrong(block: Block, tmp_path: Path, monkeypatch
     if "rollover.compat" in block.text:
         return  # a program, which test_trl_compat.py runs
     if "class Demonstrations" in block.text:
-        return  # test_demonstrations.py trains with it
+        return  # test_running_page.py trains with it
     if ">>>" in block.text:
         assert block.page.name == "algorithms.md", "sessions are run there"
         return

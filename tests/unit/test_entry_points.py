@@ -135,9 +135,7 @@ def test_name_of_a_run_directory_is_refused_unless_given(site: Path) -> None:
     assert "untouched" not in sys.modules
 
 
-def test_readers_of_a_run_directory_import_no_plugin(
-    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_readers_of_a_run_directory_import_no_plugin(site: Path, tmp_path: Path, capsys) -> None:
     golden = Path(__file__).parents[1] / "golden" / "run-format-1"
     run = tmp_path / "run"
     run.mkdir()

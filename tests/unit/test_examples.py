@@ -18,7 +18,7 @@ from rollover.config.load import load_config
 from rollover.functions import load_function
 
 EXAMPLES = ROOT / "examples"
-OTHERS = ("notebooks", "__pycache__")  # tests/integration/test_notebook.py runs the notebooks
+OTHERS = ("notebooks", "__pycache__")  # tests/integration/test_running_page.py runs the notebooks
 FOLDERS = sorted(path for path in EXAMPLES.iterdir() if path.is_dir() and path.name not in OTHERS)
 HEADINGS = ["What it shows", "Run", "Expect", "Change next"]
 MAX_LINES, MAX_FIGURE_BYTES = 60, 60_000

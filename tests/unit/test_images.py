@@ -144,86 +144,72 @@ def sized(pixels):
     return content[:18] + pixels.to_bytes(4, "little") * 2 + content[26:]
 
 
-def bad(tmp_path, kind):
-    """(the value, what is said of it)"""
-    path = tmp_path / "a.png"
-    if kind == "missing":
-        (tmp_path / "b.png").write_bytes(CONTENT)
-        return "bb.png", "there is no file .*bb.png. Did you mean .*b.png"
-    if kind == "folder":
-        path.mkdir()
-        return "a.png", "a.png cannot be read as an image: .*is no file, but a folder"
-    if kind == "pipe":
-        os.mkfifo(path)
-        return "a.png", "is no file, but a folder, a device or a pipe"
-    if kind == "device":
-        return "/dev/zero", "/dev/zero is no file, but a folder, a device or a pipe"
-    if kind == "unreadable":
-        path.write_bytes(CONTENT)
-        path.chmod(0)
-        return "a.png", "a.png cannot be read as an image: Permission denied"
-    if kind == "text":
-        path.write_text("no image")
-        return "a.png", "a.png cannot be read as an image: it is none of PNG, JPEG"
-    if kind == "postscript":
-        return b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "it is none of PNG, JPEG"
-    if kind == "empty file":
-        path.touch()
-        return "a.png", "a.png cannot be read as an image: it is none of PNG"
-    if kind == "zero size":
-        at = CONTENT.index(b"IHDR") + 4
-        return CONTENT[:at] + bytes(4) + CONTENT[at + 4 :], "cannot be read as an image"
-    if kind == "animated":
-        gif = encoded(picture(), "GIF", save_all=True, append_images=[picture(colour="red")])
-        return gif, "it has 2 frames: an animation or several pages. Choose one"
-    if kind == "pages":
-        return encoded(picture(), "TIFF", save_all=True, append_images=[picture()]), "it has 2 frames"
-    if kind == "many pixels":
-        return sized(9000), "9,000 x 9,000 pixels: the most is 50,000,000"
-    if kind == "bomb":
-        return sized(1 << 20), "decompression bomb"
-    if kind == "no bytes":
-        return b"", "an image has 0 bytes"
-    if kind == "URL":
-        return "https://example.org/a.png", "is not fetched unless you set tasks.allow_image_urls = true"
-    if kind == "other scheme":
-        return "s3://bucket/a.png", "is none of a path, a data URL, and an http or https URL"
-    if kind == "bad base64":
-        return "data:image/png;base64,$$$$", "a data URL's base64 is damaged"
-    if kind == "no base64":
-        return "data:image/png,abc", "is no data URL as data:image/png;base64,..."
-    if kind == "empty path":
-        return " ", "' ' is no path"
-    if kind == "number":
-        return 7, "a int is no image: give a path, bytes"
-    if kind == "table":
-        return {"url": "a.png"}, "a table with url is no image: give one with bytes or path"
-    if kind == "empty table":
-        return {"bytes": None, "path": None}, "a table with bytes, path is no image"
-    if kind == "closed":
-        image = Image.open(io.BytesIO(CONTENT))
-        image.close()
-        return image, "the image of Pillow cannot be read as an image"
-    assert kind == "floats"
-    return Image.new("F", (2, 2)), "its pixels are floating-point numbers"
+AT_HEIGHT = CONTENT.index(b"IHDR") + 4
+# kind -> (the value, what is said of it)
+VALUES = {
+    "device": ("/dev/zero", "/dev/zero is no file, but a folder, a device or a pipe"),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "it is none of PNG, JPEG"),
+    "zero size": (CONTENT[:AT_HEIGHT] + bytes(4) + CONTENT[AT_HEIGHT + 4 :], "cannot be read as an image"),
+    "animated": (
+        encoded(picture(), "GIF", save_all=True, append_images=[picture(colour="red")]),
+        "it has 2 frames: an animation or several pages. Choose one",
+    ),
+    "pages": (encoded(picture(), "TIFF", save_all=True, append_images=[picture()]), "it has 2 frames"),
+    "many pixels": (sized(9000), "9,000 x 9,000 pixels: the most is 50,000,000"),
+    "bomb": (sized(1 << 20), "decompression bomb"),
+    "no bytes": (b"", "an image has 0 bytes"),
+    "URL": ("https://example.org/a.png", "is not fetched unless you set tasks.allow_image_urls = true"),
+    "other scheme": ("s3://bucket/a.png", "is none of a path, a data URL, and an http or https URL"),
+    "bad base64": ("data:image/png;base64,$$$$", "a data URL's base64 is damaged"),
+    "no base64": ("data:image/png,abc", "is no data URL as data:image/png;base64,..."),
+    "empty path": (" ", "' ' is no path"),
+    "number": (7, "a int is no image: give a path, bytes"),
+    "table": ({"url": "a.png"}, "a table with url is no image: give one with bytes or path"),
+    "empty table": ({"bytes": None, "path": None}, "a table with bytes, path is no image"),
+    "floats": (Image.new("F", (2, 2)), "its pixels are floating-point numbers"),
+}
+# kind -> (what is made at the path of a.png, what is said of that path)
+MADE = {
+    "missing": (
+        lambda path: path.with_name("aa.png").write_bytes(CONTENT),
+        "there is no file .*/a.png. Did you mean .*/aa",
+    ),
+    "folder": (lambda path: path.mkdir(), "a.png cannot be read as an image: .*is no file, but a folder"),
+    "pipe": (os.mkfifo, "is no file, but a folder, a device or a pipe"),
+    "text": (lambda path: path.write_text("no image"), "a.png cannot be read as an image: it is none of PNG, JPEG"),
+    "empty file": (lambda path: path.touch(), "a.png cannot be read as an image: it is none of PNG"),
+}
 
 
-KINDS = (
-    "missing", "folder", "pipe", "device", "unreadable", "text", "postscript", "empty file", "zero size", "animated",
-    "pages", "many pixels", "bomb", "no bytes", "URL", "other scheme", "bad base64", "no base64", "empty path",
-    "number", "table", "empty table", "closed", "floats",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bad_image_is_refused_in_one_sentence(tmp_path, kept, kind):
-    if kind == "unreadable" and os.geteuid() == 0:
-        pytest.skip("root reads everything")
-    value, said = bad(tmp_path, kind)
+def refuse(value, said, folder, kept):
     with pytest.raises(BadImage, match=said) as caught:
-        stored(value, places(tmp_path))
+        stored(value, places(folder))
     assert "\n" not in str(caught.value)
     assert not kept.exists()
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_bad_value_is_refused_in_one_sentence(tmp_path, kept, kind):
+    refuse(*VALUES[kind], tmp_path, kept)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_bad_file_is_refused_in_one_sentence(tmp_path, kept, kind):
+    make, said = MADE[kind]
+    make(tmp_path / "a.png")
+    refuse("a.png", said, tmp_path, kept)
+
+
+def test_closed_image_is_refused(tmp_path, kept):
+    image = Image.open(io.BytesIO(CONTENT))
+    image.close()
+    refuse(image, "the image of Pillow cannot be read as an image", tmp_path, kept)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file_is_refused(tmp_path, kept):
+    (tmp_path / "a.png").touch(0)
+    refuse("a.png", "a.png cannot be read as an image: Permission denied", tmp_path, kept)
 
 
 def test_large_file_and_large_bytes_are_refused(tmp_path, monkeypatch):

@@ -92,9 +92,7 @@ def test_live_view_prints_json_lines_and_no_panel(json_format: None, capsys: pyt
     assert json.loads(capsys.readouterr().out)["message"] == "careful", "once"
 
 
-def test_log_format_option_makes_json_of_errors(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_format_option_makes_json_of_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setenv("ROLLOVER_LOG_FORMAT", "text")
     assert cli.main(["show", str(tmp_path / "none"), "--log-format", "json"]) == 2
     found = json.loads(capsys.readouterr().err)

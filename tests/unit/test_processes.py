@@ -1,4 +1,4 @@
-"""How a child process of ours is started, and that it ends with its parent, stopped or not."""
+"""Child processes: how they start, end with their parent, and are started again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from pathlib import Path
 import pytest
 
 from rollover import processes
+from rollover.back_off import BackOff
 from rollover.config import RunConfig
 from rollover.files import paths_begin_in
 from rollover.process_tree import is_stopped
 from rollover.processes import brief_waiting, child_command, child_environment
 from unit.rewards.children import alive, wait_until_dead
+
+# How a child process of ours is started, and that it ends with its parent, stopped or not
+
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -55,9 +59,7 @@ def test_a_child_imports_this_package_first(monkeypatch: pytest.MonkeyPatch, our
 
 
 @pytest.mark.parametrize("ours", [None, "/mine"])
-def test_an_installed_package_is_not_put_on_the_path_of_other_pythons(
-    monkeypatch: pytest.MonkeyPatch, ours: str | None
-) -> None:
+def test_an_installed_package_is_not_put_on_the_path_of_other_pythons(monkeypatch, ours: str | None) -> None:
     """PYTHONPATH reaches everything that a child starts, an interpreter of another version too."""
     monkeypatch.setattr(processes, "__file__", os.path.join(site.getsitepackages()[0], "rollover", "processes.py"))
     monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -114,9 +116,7 @@ time.sleep(600)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no signal reaches what is stopped")
 @pytest.mark.parametrize("how", ["kept", "not kept"])
-def test_a_child_that_is_stopped_while_it_imports_dies_with_its_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_child_that_is_stopped_while_it_imports_dies_with_its_parent(tmp_path: Path, monkeypatch, how: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "never_imported.py").write_text(NEVER_IMPORTED)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([SOURCE, str(tmp_path)]))
@@ -136,3 +136,25 @@ def test_a_child_that_is_stopped_while_it_imports_dies_with_its_parent(
             parent.kill()
             for pid in filter(alive, pids):
                 os.kill(pid, signal.SIGKILL)
+
+
+# What is started again and again waits ever longer, and says what is news
+
+
+def test_it_waits_ever_longer_and_as_at_first_after_a_long_life() -> None:
+    now = 0.0
+    back_off = BackOff(lambda: now)
+    found = []
+    for lived_s in (1, 1, 1, 30, 1, 1, 1, 1, 31, 1):
+        back_off.begin()
+        now += lived_s
+        found.append(back_off.pause_s())
+        now += found[-1]
+    assert found == [0.5, 1, 2, 4, 8, 16, 30, 30, 0.5, 1]
+
+
+def test_what_ends_it_in_the_same_way_is_told_once_unless_it_worked_in_between() -> None:
+    back_off = BackOff()
+    assert [back_off.is_news(why) for why in ("a", "a", "b", "a")] == [True, False, True, True]
+    back_off.works()
+    assert back_off.is_news("a") and not back_off.is_news("a")

@@ -1,4 +1,4 @@
-"""Where Rollover runs: what is done on macOS without what only Linux has, and when the hub is not asked."""
+"""Where Rollover runs: macOS, containers, and when the hub is not asked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from heard import hear
 from rollover import processes, system
 from rollover.config import RewardsConfig
 from rollover.models import kernels
+from rollover.system import cores
 from rollover.weights.shared_file import SharedFile
+
+# Where Rollover runs: what is done on macOS without what only Linux has, and when the hub is not asked
 
 
 @pytest.fixture
@@ -93,9 +97,7 @@ def test_a_parent_is_watched_where_the_kernel_tells_nothing(macos: None, monkeyp
         (False, "http://proxy:1", False, ""),
     ],
 )
-def test_when_the_hub_is_away(
-    monkeypatch: pytest.MonkeyPatch, offline: bool, proxy: str, known: bool, reason: str
-) -> None:
+def test_when_the_hub_is_away(monkeypatch, offline: bool, proxy: str, known: bool, reason: str) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -110,3 +112,26 @@ def test_when_the_hub_is_away(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     assert system.hub_is_away() == reason
+
+
+# How many cores a run may use: those that its process may run on, and what a container's limit pays for
+
+
+@pytest.mark.parametrize(
+    ("text", "num"),
+    [
+        ("max 100000\n", 8),
+        ("100000 100000\n", 1),
+        ("150000 100000\n", 2),
+        ("1000 100000\n", 1),
+        ("6400000 100000\n", 8),
+        ("", 8),
+        ("what is this\n", 8),
+    ],
+)
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, num: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    limit = tmp_path / "cpu.max"
+    assert cores(limit) == 8, "there is no such file"
+    limit.write_text(text)
+    assert cores(limit) == num

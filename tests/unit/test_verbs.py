@@ -62,9 +62,7 @@ def test_an_option_may_stand_before_it(package: None, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("words", [["hello"], ["--help"]])
-def test_first_package_has_precedence_for_a_name(
-    package: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_first_package_has_precedence_for_a_name(package: None, tmp_path: Path, capsys, words: list[str]) -> None:
     metadata = tmp_path / "a_greeter-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: a-greeter\nVersion: 1\n")
@@ -81,17 +79,13 @@ def test_first_package_has_precedence_for_a_name(
         assert "Say good day." in printed.out and "Say 100 % hello." not in printed.out
 
 
-def test_an_option_that_it_does_not_have_is_refused_as_ours_are(
-    package: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_that_it_does_not_have_is_refused_as_ours_are(package: None, capsys) -> None:
     with pytest.raises(SystemExit):
         cli.main(["hello", "--lound"])
     assert "unknown option --lound. Did you mean --loud" in capsys.readouterr().err
 
 
-def test_help_lists_it_and_tells_of_one_that_cannot_be_loaded(
-    package: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_lists_it_and_tells_of_one_that_cannot_be_loaded(package: None, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
@@ -105,9 +99,7 @@ def test_help_lists_it_and_tells_of_one_that_cannot_be_loaded(
 
 
 @pytest.mark.parametrize("name", ["gone", "no_verb", "left", "twice"])
-def test_one_that_cannot_be_loaded_is_the_user_s_error(
-    package: None, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_one_that_cannot_be_loaded_is_the_user_s_error(package: None, capsys, name: str) -> None:
     assert cli.main([name]) == 2
     assert f"rollover: error: the verb {name} (" in capsys.readouterr().err
 

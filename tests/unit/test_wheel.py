@@ -186,9 +186,7 @@ def test_every_module_is_imported_with_the_hard_dependencies_alone(installed: Pa
         ('kind = "dataset"\npath = "openai/gsm8k"', "datasets", "pip install datasets"),
     ],
 )
-def test_a_missing_extra_is_named(
-    recipe: str, package: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_extra_is_named(recipe: str, package: str, message: str, monkeypatch, tmp_path: Path) -> None:
     from rollover.config.load import load_config
     from rollover.tasks.stream import TaskStream
 

@@ -41,10 +41,6 @@ def write(folder: Path, family: str, *, steps: int, **tables: Any) -> Path:
     return recipe
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return runs.json_lines(folder / "run" / "metrics.jsonl")
-
-
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of the saved model, which transformers loads with its processor."""
     AutoProcessor.from_pretrained(folder)
@@ -55,7 +51,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 def test_it_trains_a_step_from_image_files(tmp_path: Path, family: str) -> None:
     recipe = write(tmp_path, family, steps=1)
     assert main(["train", str(recipe)]) == 0
-    (row,) = rows_of(tmp_path)
+    (row,) = runs.rows(tmp_path)
     assert row["mismatch/logprob_abs_max"] < 1e-5 and row["grad_norm"] > 0 and row["tokens/trained"] > 0
     before, after = loaded(tmp_path / "model"), loaded(tmp_path / "run" / "model")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -68,7 +64,7 @@ def test_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
     for kind in ("local", "ranks"):
         recipe = write(tmp_path / kind, "qwen3_vl", steps=2, backend={"type": kind}, rollout=SYNCHRONOUS)
         assert main(["train", str(recipe)]) == 0
-        found.append([(row["loss"], row["grad_norm"], row["reward/mean"]) for row in rows_of(tmp_path / kind)])
+        found.append([(row["loss"], row["grad_norm"], row["reward/mean"]) for row in runs.rows(tmp_path / kind)])
     np.testing.assert_allclose(found[0], found[1], atol=1e-4)
 
 
@@ -76,7 +72,7 @@ def test_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
 def test_a_trained_tower_is_trained_and_handed_over(tmp_path: Path, family: str) -> None:
     recipe = write(tmp_path, family, steps=3, rollout=SYNCHRONOUS)
     assert main(["train", str(recipe), "--model.vision", "trained"]) == 0
-    assert all(row["mismatch/logprob_abs_max"] < 1e-5 for row in rows_of(tmp_path)), (
+    assert all(row["mismatch/logprob_abs_max"] < 1e-5 for row in runs.rows(tmp_path)), (
         "the engine has the tower's weights"
     )
     before, after = loaded(tmp_path / "model"), loaded(tmp_path / "run" / "model")
@@ -135,9 +131,9 @@ def examples(folder: Path, answers: list[str]) -> list[str]:
 def test_sft_trains_on_images_and_holds_some_out(tmp_path: Path) -> None:
     words = examples(tmp_path, [f"it is {number}" for number in range(12)])
     assert main(["sft", *words, "--model.vision", "trained"]) == 0
-    losses = [row["sft/loss"] for row in rows_of(tmp_path)]
+    losses = [row["sft/loss"] for row in runs.rows(tmp_path)]
     assert losses[-1] < losses[0]
-    held_out = rows_of(tmp_path)[-1]["eval/sft_loss"]
+    held_out = runs.rows(tmp_path)[-1]["eval/sft_loss"]
     assert 0 < held_out < 10
     before, after = loaded(tmp_path / "model"), loaded(tmp_path / "run" / "model")
     assert any(not torch.equal(before[name], after[name]) for name in before if "visual" in name)

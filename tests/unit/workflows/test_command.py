@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +14,9 @@ from typing import Any
 import pytest
 
 from rollover.config.load import load_config
-from rollover.processes import child_environment
 from rollover.types import Reward, Task
 from rollover.workflows.command import ProgramFailed, WorkflowCommand
-from unit.rewards.children import alive, wait_until_dead
+from unit.rewards.children import alive
 
 MESSAGES = ({"role": "user", "content": "What is 2+2?"},)
 TASK = Task("t", "sums", "", messages=MESSAGES, columns={"answer": "4"}, plain=True)
@@ -211,10 +207,6 @@ async def pids() -> list[int]:
     return found
 
 
-async def cancelled(playing: asyncio.Future[Any], command: WorkflowCommand) -> None:
-    playing.cancel()
-
-
 async def closed(playing: asyncio.Future[Any], command: WorkflowCommand) -> None:
     await command.close()
 
@@ -224,7 +216,7 @@ async def ended(playing: asyncio.Future[Any], command: WorkflowCommand) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere what has left the process group is not found")
-@pytest.mark.parametrize("how", [cancelled, closed, ended], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("how", [closed, ended], ids=lambda how: how.__name__)
 def test_nothing_that_it_has_started_is_left_over(how: Callable[..., Any]) -> None:
     wait = "while not os.path.exists('go'): time.sleep(0.02)\n"
 
@@ -233,40 +225,12 @@ def test_nothing_that_it_has_started_is_left_over(how: Callable[..., Any]) -> No
         playing = asyncio.ensure_future(command(VALUES))
         found = await pids()
         await how(playing, command)
-        with pytest.raises((asyncio.CancelledError, ProgramFailed)):
+        with pytest.raises(ProgramFailed):
             await playing
         await command.close()
         return found
 
     assert not any(map(alive, asyncio.run(run())))
-
-
-PARENT = """
-import asyncio
-from unit.workflows.test_command import VALUES, tree
-
-async def main():
-    await asyncio.gather(*(tree("time.sleep(1000)")(VALUES) for _ in range(1)))
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere what has left the process group is not found")
-def test_nothing_is_left_over_where_the_run_is_killed() -> None:
-    environment = child_environment()
-    environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(Path(__file__).parents[2])])
-    with subprocess.Popen([sys.executable, "-c", PARENT], env=environment) as parent:
-        try:
-            deadline = time.monotonic() + 60
-            while not Path("pids").exists():
-                assert time.monotonic() < deadline and parent.poll() is None
-                time.sleep(0.02)
-            found = [int(pid) for pid in Path("pids").read_text().split()]
-            assert all(map(alive, found))
-        finally:
-            parent.send_signal(signal.SIGKILL)
-    assert wait_until_dead(found, 20)
 
 
 @pytest.fixture(autouse=True)

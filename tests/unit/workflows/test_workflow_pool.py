@@ -99,9 +99,7 @@ def build(name: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("env", "seen"), [({}, 2.0), ({"env": ["*", "!*_TOKEN"]}, 1.0), ({"env": ["PATH"]}, 0.0), ({"env": ["*"]}, 3.0)]
 )
-def test_workflow_env_chooses_the_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, list[str]], seen: float
-) -> None:
+def test_workflow_env_chooses_the_variables(tmp_path, monkeypatch, env: dict[str, list[str]], seen: float) -> None:
     for name in ("MY_NAME", "HF_TOKEN", "ROLLOVER_SERVER_TOKEN"):
         monkeypatch.setenv(name, "x")
     num = 'float(len({"MY_NAME", "HF_TOKEN", "ROLLOVER_SERVER_TOKEN"} & os.environ.keys()))'
@@ -179,8 +177,7 @@ def test_workflow_pool_reuses_workers_within_its_limit() -> None:
     assert len(pids) == 2 and os.getpid() not in pids and not any(map(alive, pids))
 
 
-@pytest.mark.parametrize("how", ["cancel", "close"])
-def test_one_that_hangs_is_killed_with_all_that_it_has_started(how: str) -> None:
+def test_one_that_hangs_is_killed_with_all_that_it_has_started() -> None:
     async def run() -> list[int]:
         pool = build("hangs")
         playing = asyncio.ensure_future(pool(VALUES))
@@ -188,14 +185,9 @@ def test_one_that_hangs_is_killed_with_all_that_it_has_started(how: str) -> None
             await asyncio.sleep(0.02)
         pids = [int(pid) for pid in Path("pids").read_text().split()]
         assert len(pids) == 3 and all(map(alive, pids))
-        if how == "cancel":
-            playing.cancel()
-        else:
-            await pool.close()
-        with pytest.raises((asyncio.CancelledError, WorkerFailed)):
-            await playing
-        assert wait_until_dead(pids, 20)
         await pool.close()
+        with pytest.raises(WorkerFailed):
+            await playing
         return pids
 
     assert not any(map(alive, asyncio.run(run())))

@@ -1,8 +1,15 @@
-"""`rollover convert` of Axolotl's YAML: what is read, what its own trainer is here, and what is asked about."""
+"""Configurations of Axolotl, LightRFT and rLLM."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+from rollover.plugins.convert.lightrft import options_of_flags
+
+# `rollover convert` of Axolotl's YAML: what is read, what its own trainer is here, and what is asked about
+
 
 ASYNCHRONOUS = """
 base_model: me/mine
@@ -193,3 +200,157 @@ def test_the_system_may_be_told(convert_file, refuse_file) -> None:
 def test_a_file_in_the_place_of_a_data_set_has_no_subset(path: str, subset: str, convert_file) -> None:
     (source,) = convert_file("mine.yaml", ASYNCHRONOUS, "--tasks.sources.0.path", path)[0].tasks.sources
     assert (source.path, source.subset) == (path, subset)
+
+
+# `rollover convert` of LightRFT's launch scripts: what of bash and of the flags is read, and what is asked about
+
+
+LIGHTRFT = """#!/bin/bash
+MODEL="Qwen/Qwen2.5-0.5B-Instruct"
+NAME="lightrft-grpo"
+RBS=128
+KL=0.01  # a comment
+now=$(date +"%Y%m%d_%H%M%S")
+mkdir -p "results/${NAME}"
+torchrun --nnodes $NNODES --master-port 20090 \\
+    examples/gsm8k_geo3k/train_colocate.py \\
+    --pretrain "${MODEL}" \\
+    --text_only \\
+    --advantage_estimator "group_norm" \\
+    --use_kl_loss --kl_estimator "k3" --init_kl_coef $KL \\
+    --reward_pretrain "{}" \\
+    --save_path "results/${NAME}-${now}" \\
+    --rollout_batch_size ${RBS} --train_batch_size=256 \\
+    --n_samples_per_prompt 8 \\
+    --max_epochs 2 \\
+    --adam_betas 0.9 0.99 \\
+    --generate_max_len 4096 \\
+    --actor_learning_rate 1e-6 \\
+    --prompt_data /data/gsm8k --input_key prompt --label_key label \\
+    --apply_chat_template --system_prompt 'Put it in \\\\boxed{}: costs $5' \\
+    --save_steps 20 --freezing_actor_steps -1 \\
+    --bf16 --fsdp --engine_type sglang \\
+    2>&1 | tee "logs/${NAME}.log" --append
+"""
+LIGHTRFT_ANSWERS = ("--rewards.function", "boxed", "--train.num_steps", "30")
+
+
+def with_flags(more: str) -> str:
+    return LIGHTRFT.replace("    --bf16", f"    {more} \\\n    --bf16")
+
+
+def test_flags_are_read_up_to_the_end_of_their_command() -> None:
+    options = options_of_flags(LIGHTRFT, Path("run.sh"), {})
+    expected = {
+        "pretrain": "Qwen/Qwen2.5-0.5B-Instruct", "rollout_batch_size": 128, "train_batch_size": 256,
+        "adam_betas": [0.9, 0.99], "freezing_actor_steps": -1, "use_kl_loss": True,
+        "save_path": "results/lightrft-grpo-now",
+    }  # fmt: skip
+    assert {name: options[name] for name in expected} == expected
+    assert options.keys().isdisjoint(("nnodes", "append"))
+    assert options_of_flags(LIGHTRFT.replace("--text_only ", ""), Path("run.sh"), {})["text_only"] is False
+
+
+def test_the_toml_loads_and_has_what_lightrft_does(convert_file) -> None:
+    config, text = convert_file("run.sh", with_flags("--temperature 0.7 --eval_steps 20"), *LIGHTRFT_ANSWERS)
+    assert (config.rollout.groups_per_step, config.rollout.group_size) == (128, 8)
+    assert (config.train.minibatches_per_step, config.train.epochs_per_step, config.train.reshuffle) == (4, 2, False)
+    assert (config.algorithm.advantage, config.algorithm.aggregation) == ("grpo", "seq-mean-token-mean")
+    assert (config.algorithm.kl_in, config.algorithm.kl_kind, config.algorithm.kl_coef) == ("loss", "k3", 0.01)
+    assert (config.algorithm.correction, config.algorithm.allow_uncorrected) == ("none", False)
+    assert (config.train.schedule, config.train.min_lr_ratio, config.train.adam_beta2) == ("cosine", 0.1, 0.99)
+    assert (config.rollout.interrupt, config.rewards.function) == ("never", "boxed")
+    assert (config.eval.temperature, config.eval.samples_per_task, config.eval.at_start) == (0.7, 8, False)
+    assert "group_size = 8  # n_samples_per_prompt = 8\n" in text
+    assert "label_key is left out" in text
+
+
+def test_partial_rollouts_are_continued_with_bounded_age(convert_file) -> None:
+    text = with_flags("--use_partial --partial_percent 0.6")
+    config, _ = convert_file("run.sh", text, *LIGHTRFT_ANSWERS)
+    rollout = config.rollout
+    assert (rollout.interrupt, rollout.token_budget, rollout.complete_fraction) == ("token_budget", 1024, 0.6)
+    assert (rollout.max_continuations, rollout.in_flight_groups, rollout.max_staleness) == (1, 128, 1)
+    assert config.algorithm.allow_uncorrected
+    corrected = ("--algorithm.correction", "token_truncate", "--algorithm.allow_uncorrected", "false")
+    assert convert_file("run.sh", text, *LIGHTRFT_ANSWERS, *corrected)[0].algorithm.correction == "token_truncate"
+
+
+@pytest.mark.parametrize("name", ["max_budget", "max_token_budget"])
+def test_the_budget_of_a_partial_rollout_is_taken_as_it_is(name: str, convert_file) -> None:
+    config, _ = convert_file("run.sh", with_flags(f"--use_partial --{name} 512"), *LIGHTRFT_ANSWERS)
+    assert config.rollout.token_budget == 512
+    assert convert_file("run.sh", with_flags(f"--{name} 512"), *LIGHTRFT_ANSWERS)[0].rollout.interrupt == "never"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named", "answer"),
+    [
+        ("--use_gspo", "use_gspo", "--accept use_gspo"),
+        ("--train_batch_size 192", "train_batch_size", "--train.minibatches_per_step 4"),
+        ("--kl_estimator k1", "kl_estimator", "--algorithm.kl_kind k1+"),
+        ("--advantage_estimator rloo", "advantage_estimator", "--algorithm.advantage rloo"),
+        ("--reward_clip 5", "reward_clip", "--accept reward_clip"),
+        ("--use_partial --generate_max_len 512", "use_partial", "--rollout.token_budget 128"),
+        ("--surprise 3", "surprise", "--accept surprise"),
+    ],
+)
+def test_what_changes_learning_of_lightrft_is_asked(
+    flags: str, named: str, answer: str, convert_file, refuse_file
+) -> None:
+    assert f"  {named}: " in refuse_file("run.sh", with_flags(flags), *LIGHTRFT_ANSWERS)
+    convert_file("run.sh", with_flags(flags), *LIGHTRFT_ANSWERS, *answer.split())
+
+
+def test_rewards_are_asked_about_and_images_are_not(refuse_file) -> None:
+    err = refuse_file("run.sh", LIGHTRFT.replace("    --text_only \\\n", ""), "--train.num_steps", "30")
+    assert "set --rewards.function" in err and "text_only" not in err
+
+
+def test_openrlhf_is_not_taken_for_it(refuse_file) -> None:
+    text = "python3 -m openrlhf.cli.train_ppo_ray --pretrain me/mine --rollout_batch_size 8\n"
+    assert "--from" in refuse_file("run.sh", text)
+
+
+# `rollover convert` of rLLM's launch scripts: verl's options with rLLM's names, defaults and rules
+
+
+RLLM = """python -u train.py rllm/backend=verl actor_rollout_ref.model.path=me/mine \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 {}
+"""
+RLLM_ANSWERS = ("--accept", "train.py", "--tasks.sources.0.path", "rows.jsonl", "--train.num_steps", "9")
+
+
+def test_the_defaults_are_those_of_rllm(convert_file) -> None:
+    config, _ = convert_file("train_verl.sh", RLLM.format(""), *RLLM_ANSWERS)
+    assert (config.rollout.groups_per_step, config.rollout.group_size) == (64, 8)
+    assert (config.rollout.max_new_tokens, config.tasks.max_prompt_tokens, config.tasks.epochs) == (30720, 2048, 10)
+    assert (config.eval.every_steps, config.eval.temperature, config.eval.at_start) == (5, 1.0, False)
+    assert (config.algorithm.advantage, config.algorithm.advantage_std) == ("grpo", "population")
+
+
+def test_options_have_rllms_names_too(convert_file) -> None:
+    further = (
+        "rllm.rollout.n=4 rllm.rollout.train.temperature=0.7 rllm.rollout.val.temperature=0.6 rllm.rollout.n_val=2"
+        " rllm.trainer.total_epochs=3 rllm.trainer.test_freq=7 rllm.data.train_batch_size=32"
+        " rllm.algorithm.eps_clip=0.1 rllm.workflow.n_parallel_tasks=64 actor_rollout_ref.model.lora.rank=32"
+    )
+    config, _ = convert_file("train_verl.sh", RLLM.format(further), *RLLM_ANSWERS, "--model.lora.rank", "32")
+    assert (config.rollout.group_size, config.rollout.temperature, config.rollout.groups_per_step) == (4, 0.7, 32)
+    assert (config.eval.temperature, config.eval.samples_per_task, config.eval.every_steps) == (0.6, 2, 7)
+    assert (config.tasks.epochs, config.model.lora.rank) == (3, 32)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 0.1)
+
+
+@pytest.mark.parametrize(("rows", "updates"), [(32, 1), (64, 1), (128, 2)])
+def test_a_step_has_as_many_updates_as_whole_minibatches(rows: int, updates: int, convert_file) -> None:
+    config, _ = convert_file("train_verl.sh", RLLM.format(f"data.train_batch_size={rows}"), *RLLM_ANSWERS)
+    assert config.train.minibatches_per_step == updates
+
+
+def test_what_its_program_gives_in_python_is_asked_about(refuse_file) -> None:
+    further = "rllm.async_training.enable=true rllm.async_training.mini_batch_size=8"
+    error = refuse_file("train_verl.sh", RLLM.format(further))
+    for said in ("--workflow.function", "--tasks.sources.0.path", "--accept rllm.async_training.enable"):
+        assert said in error
+    assert "--accept rllm.async_training.mini_batch_size" not in error

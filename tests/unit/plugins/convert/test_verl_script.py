@@ -93,9 +93,7 @@ python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.seed=$seed acto
 """
 
 
-def test_what_a_condition_decides_is_asked_about_where_it_matters(
-    convert_file, refuse_file, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_condition_decides_is_asked_about_where_it_matters(convert_file, refuse_file, monkeypatch) -> None:
     err = refuse_file("run.sh", CONDITIONS)
     assert "actor_rollout_ref.rollout.n: line 20: 16 is under a condition of the script (line 6): settle it" in err
     assert "`n=... rollover convert FILE`" in err
@@ -241,9 +239,7 @@ def test_comments_name_the_option_that_decides_a_key(convert_file) -> None:
         "sbatch --nodes=1 inner.sh",
     ],
 )
-def test_a_launcher_is_followed_to_the_script_that_it_starts(
-    starts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_is_followed_to_the_script_that_it_starts(starts: str, tmp_path: Path, capsys) -> None:
     folder = tmp_path / "recipe" / "mine"
     folder.mkdir(parents=True)
     inner = SCRIPT.replace("set -x", "set -x\nn=${1:-4}\nshift").replace("rollout.n=16", "rollout.n=$n")

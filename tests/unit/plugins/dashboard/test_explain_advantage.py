@@ -177,9 +177,7 @@ def test_weights_below_0_are_not_taken_for_rejected_ones(tmp_path: Path) -> None
         ("grpo_passk", {"passk_std": "sample"}, "on average, divided by their standard deviation."),
     ],
 )
-def test_a_rule_divides_by_the_deviation_that_the_run_divides_by(
-    tmp_path: Path, name: str, std: dict[str, str], words: str
-) -> None:
+def test_rule_divides_by_the_deviation_of_the_run(tmp_path: Path, name: str, std: dict[str, str], words: str) -> None:
     assert words in run(tmp_path, config={"algorithm": {"advantage": name, **std}})["rule"]
 
 

@@ -1,24 +1,43 @@
-"""What a run answers to a page: every question, live and damaged, with texts that nobody should run."""
+"""What is read of a run, whole, damaged or hostile, and of several at once."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from recorded_run import group, recorded, row, segment, write_run
+from rollover.cli import main
+from rollover.config import Config
+from rollover.config.run import RunConfig
+from rollover.files import MOST_LINE_BYTES, lines_of, open_regular, read_regular
+from rollover.plugins.dashboard.app import make_app
+from rollover.plugins.dashboard.compare import RunComparison, differences, evaluations
 from rollover.plugins.dashboard.indexed_run import IndexedRun
+from rollover.plugins.dashboard.metrics import Amount
 from rollover.plugins.dashboard.rollout_detail import split_text
 from rollover.plugins.dashboard.run_data import RunData
+from rollover.run.directory import RunDirectory
 from rollover.run.run_files import DirectoryLock
+from rollover.track.build import build_trackers
 from rollover.track.jsonl import MetricsFile
 from rollover.track.records import Format, RolloutRecorder
 from rollover.track.trace import TRACE, TraceEvent, TraceFile
+
+# What a run answers to a page: every question, live and damaged, with texts that nobody should run
 
 
 @pytest.fixture(params=["jsonl", "parquet"])
@@ -170,17 +189,12 @@ def test_the_ledger_adds_up_in_tokens_and_seconds(tmp_path: Path) -> None:
     ("name", "query", "says"),
     [
         ("rollout", {}, "give the id and the step of the rollout"),
-        ("rollout", {"step": "-1", "id": "3-0"}, "step: '-1' is not a number"),
-        ("rollout", {"step": "1" * 20, "id": "3-0"}, "step: '1+' is not a number"),
         ("metrics", {"points": "many"}, "points: 'many' is not a number"),
-        ("metrics", {"x": "miles"}, "x: 'miles' is no axis"),
         ("lanes", {"from": "inf"}, "from: 'inf' is not a number of seconds"),
-        ("lanes", {"from": "5", "to": "4"}, "from, to: 5 to 4"),
         ("lanes", {"columns": "100000"}, "columns: 100000"),
-        ("rollouts", {"sort": "beauty"}, "sort: 'beauty'"),
     ],
 )
-def test_what_cannot_be_meant_is_named(tmp_path: Path, name: str, query: dict[str, str], says: str) -> None:
+def test_query_that_means_nothing_is_named(tmp_path: Path, name: str, query: dict[str, str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         RunData(write_run(tmp_path)).answer(name, query)
 
@@ -241,3 +255,377 @@ def test_rows_of_metrics_are_not_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert asked(data, "state")["step"] == 2000 and len(asked(data, "metrics", keys="reward/mean")["steps"]) <= 800
     rows, num_bytes = data.files.columns().kept
     assert rows < 300 and num_bytes < 2000 * len(row(1)) * 8
+
+
+# IndexedRun: what the directory of a run says, live, finished, killed or of an older version
+
+
+def test_all_that_a_run_says(tmp_path: Path) -> None:
+    files = IndexedRun(write_run(tmp_path))
+    assert [of["step"] for of in files.metrics()] == [1, 2, 3]
+    assert [of["mean"] for of in files.evaluations()] == [0.1]
+    assert [event.group for event in files.events()] == [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert (files.name, files.value("train.num_steps"), files.value("no.such", 7)) == ("told", 5, 7)
+    accounts = files.accounts()
+    assert accounts is not None and accounts.missing == Amount(0, 0)
+    assert accounts.dropped == {"stale": Amount(3, 21)}
+    assert (accounts.generated, accounts.trained, accounts.held) == (Amount(10, 61), Amount(6, 36), Amount(1, 4))
+
+
+@pytest.mark.parametrize("what", ["nowhere", "file", "empty"])
+def test_what_is_no_run_is_said(tmp_path: Path, what: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="is not the directory of a run"):
+        IndexedRun(tmp_path / what)
+
+
+def test_a_killed_run_with_half_lines(tmp_path: Path) -> None:
+    files = IndexedRun(write_run(tmp_path))
+    for name in ("metrics.jsonl", "eval.jsonl", "trace.jsonl"):
+        with open(tmp_path / name, "ab") as file:
+            file.write(b'{"step": 4, "rew')
+    assert len(files.metrics()) == 3 and len(files.evaluations()) == 1 and len(list(files.events())) == 9
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    with build_trackers(Config.model_validate({}), tmp_path):
+        files = IndexedRun(tmp_path)
+        assert (files.config, files.metrics(), files.evaluations(), list(files.events())) == ({}, [], [], [])
+        assert files.accounts() is None and files.warnings() == [] and len(files.rollouts.entries()) == 0
+
+
+def test_who_makes_it_is_known_and_looking_hinders_nobody(tmp_path: Path) -> None:
+    files = IndexedRun(write_run(tmp_path))
+    assert (files.state, files.holder) == ("stopped", "")
+    lock = DirectoryLock(tmp_path, "run.dir")
+    assert files.state == "running" and files.holder.startswith("process ")
+    with pytest.raises(ValueError, match="is in use by process"):
+        DirectoryLock(tmp_path, "run.dir")
+    lock.release()
+    assert files.state == "stopped"
+    (tmp_path / "finished").write_text(json.dumps({"step": 3, "used_up": "tasks"}))
+    assert (files.state, files.ended_early) == ("finished", "the tasks are used up")
+    (tmp_path / "finished").write_text("")
+    assert (files.state, files.ended_early) == ("finished", "")
+
+
+def test_how_to_go_on_is_what_the_run_said_itself(tmp_path: Path) -> None:
+    files = IndexedRun(write_run(tmp_path / "a run"))
+    unknown = (f"rollover train FILE.toml --run.dir '{tmp_path}/a run' --resume", "")
+    assert files.resume == unknown
+    file = files.directory / "resume.json"
+    file.write_text(json.dumps({"command": "rollover train my.toml --resume", "folder": "/home"}))
+    assert files.resume == ("rollover train my.toml --resume", "/home")
+    for damaged in ("[]", "{", '{"command": "x"}', "null"):
+        file.write_text(damaged)
+        assert files.resume == unknown
+
+
+def test_warnings_are_those_that_the_run_was_told(tmp_path: Path) -> None:
+    files = IndexedRun(write_run(tmp_path))
+    rows = [row(step, entropy=0.01) for step in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in rows))
+    (warning,) = files.warnings()
+    assert (warning.step, warning.key) == (5, "entropy") and "below 0.05 for 5 steps" in warning.text
+
+
+def test_a_figure_that_does_not_matter_in_this_run_is_no_warning(tmp_path: Path) -> None:
+    files = IndexedRun(write_run(tmp_path))
+    rows = [row(step, **{"groups/zero_variance": 1.0}) for step in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(of) + "\n" for of in rows))
+    assert [warning.key for warning in files.warnings()] == ["groups/zero_variance"]
+    one = {"rollout": {"group_size": 1}, "algorithm": {"advantage": "reinforce_plus_plus"}, "rewards": {"min_valid": 1}}
+    (tmp_path / "config.resolved.json").write_text(json.dumps(one))
+    assert files.warnings() == []
+
+
+# Files that are damaged, gone or another run's under a running server: it says which, and shows all else
+
+
+DEEP = "[" * 100_000 + "\n"
+
+
+def client(*directories: Path) -> TestClient:
+    app = make_app([RunData(of) for of in directories])
+    return TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return write_run(tmp_path / "run")
+
+
+def change(path: Path, key: str, value: Any) -> None:
+    """In the first line of a file."""
+    first, *others = path.read_text().splitlines(keepends=True)
+    record = json.loads(first)
+    del record[key]
+    if value is not None:
+        record[key] = value
+    path.write_text("".join([json.dumps(record) + "\n", *others]))
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+ROLLOUTS = "rollouts/step-000001.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("question", "file", "damage"),
+    [
+        ("keys", "metrics.jsonl", lambda path: path.write_text(DEEP)),
+        ("metrics?keys=reward/mean", "metrics.jsonl", lambda path: change(path, "reward/mean", 10**400)),
+        ("keys", "metrics.jsonl", replace_by_folder),
+        ("state", "config.resolved.json", lambda path: path.write_text(DEEP)),
+        ("lanes", "trace.jsonl", lambda path: path.write_text(DEEP)),
+        ("lanes", "trace.jsonl", lambda path: path.write_text("[null,9,1]\n")),
+        ("lanes", "trace.jsonl", lambda path: path.write_text('["start",9,1,' + "1" * 30 + ",0,0,0]\n")),
+        ("lanes", "trace.jsonl", replace_by_folder),
+        ("choices", ROLLOUTS, lambda path: path.write_text(DEEP)),
+        ("choices", ROLLOUTS, lambda path: change(path, "score", "high")),
+        ("choices", ROLLOUTS, lambda path: change(path, "source", ["a"])),
+        ("choices", ROLLOUTS, lambda path: change(path, "segments", [{}])),
+        ("rollouts", ROLLOUTS, lambda path: change(path, "completion", 5)),
+        ("rollouts", ROLLOUTS, lambda path: change(path, "columns", "{")),
+        ("rollout?step=1&id=3-0", ROLLOUTS, lambda path: change(path, "token_ids", 5)),
+        ("rollout?step=1&id=3-0", ROLLOUTS, lambda path: change(path, "prompt_ids", None)),
+    ],
+)
+def test_what_is_damaged_is_named(run: Path, question: str, file: str, damage: Callable[[Path], object]) -> None:
+    damage(run / file)
+    answer = client(run).get(f"/api/runs/0/{question}")
+    assert answer.status_code == 400, answer.text
+    assert str(run) in answer.json()["error"]["message"]
+
+
+def test_what_says_how_it_ended_may_be_damaged(run: Path) -> None:
+    for name in ("finished", "resume.json"):
+        (run / name).write_text(DEEP)
+    state = client(run).get("/api/runs/0/state").json()
+    assert state["state"] == "finished" and state["ended_early"] == ""
+
+
+def test_a_damaged_run_hides_no_other(run: Path, tmp_path: Path) -> None:
+    asked = client(run, write_run(Path(shutil.copytree(run, tmp_path / "other")), steps=1))
+    (run / "metrics.jsonl").write_text("no row\n")
+    damaged, other = asked.get("/api/runs").json()
+    assert damaged.keys() == other.keys()
+    assert damaged["state"] == "unreadable" and "metrics.jsonl has a line that is not" in damaged["ended_early"]
+    assert damaged["directory"] == str(run) and other["state"] == "stopped"
+
+
+def test_a_run_that_is_gone_is_no_stopped_one_and_comes_back(run: Path, tmp_path: Path) -> None:
+    asked = client(run)
+    before = asked.get("/api/runs/0/state").json()
+    moved = run.rename(tmp_path / "moved")
+    for stands_there in (lambda: None, run.mkdir, lambda: (run.rmdir(), run.write_text("a file"))):
+        stands_there()
+        answer = asked.get("/api/runs/0/state")
+        assert answer.status_code == 400 and "is not the directory of a run" in answer.json()["error"]["message"]
+        assert asked.get("/api/runs").json()[0]["state"] == "unreadable"
+    run.unlink()
+    moved.rename(run)
+    assert asked.get("/api/runs/0/state").json() == before
+
+
+def test_a_report_of_a_damaged_run_says_which_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(run / ROLLOUTS, "completion", 5)
+    assert main(["report", str(run), "-o", str(run / "report.html")]) == 2
+    assert ROLLOUTS in capsys.readouterr().err and not (run / "report.html").exists()
+
+
+# Several runs, asked together and at the same time
+
+
+def runs(tmp_path: Path, count: int) -> list[RunData]:
+    places = [tmp_path / str(number) for number in range(count)]
+    for place in places:
+        place.mkdir()
+    return [RunData(write_run(place, steps=1 + number)) for number, place in enumerate(places)]
+
+
+def test_all_runs_or_those_that_are_named(tmp_path: Path) -> None:
+    several = RunComparison(runs(tmp_path, 3))
+    assert [of["steps"] for of in several.answer("metrics", {"keys": "reward/mean"})] == [[1], [1, 2], [1, 2, 3]]
+    found = several.answer("metrics", {"keys": "reward/mean", "runs": "2,0", "x": "tokens"})
+    assert [of["x"] for of in found] == [[23, 42, 61], [23]]
+    assert len(several.answer("metrics", {"runs": "0," * 1000})) == 1, "each once"
+    assert several.answer("config", {}) == [] and len(several.answer("evaluations", {"runs": "0,1"})) == 1
+    for name in several.queries:
+        several.answer(name, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "error", "says"),
+    [
+        ("metrics", {"runs": "3"}, KeyError, "there is no run 3: there are 3"),
+        ("metrics", {"runs": "-1"}, KeyError, "there is no run -1"),
+        ("secrets", {}, KeyError, "there is no query secrets"),
+        ("metrics", {"x": "miles"}, ValueError, "no axis"),
+        ("metrics", {"points": "x"}, ValueError, "points"),
+        ("metrics", {"keys": ",".join(map(str, range(501)))}, ValueError, "501 keys, at most 500 are allowed"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path: Path, name: str, query: dict, error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        RunComparison(runs(tmp_path, 3)).answer(name, query)
+
+
+def test_a_question_waits_for_nobody_who_reads_something_else(tmp_path: Path) -> None:
+    (run,) = runs(tmp_path, 1)
+    with run.reading("rollouts", "trace"):
+        for name in ("state", "keys", "metrics", "evaluations", "warnings", "config"):
+            asked = threading.Thread(target=run.answer, args=(name, {}), daemon=True)
+            asked.start()
+            asked.join(60)
+            assert not asked.is_alive(), name
+        waiting = threading.Thread(target=run.answer, args=("rollouts", {}), daemon=True)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
+# Runs beside each other
+
+
+def run_at(path: Path, config: dict, scores: dict[str, float | None] | None = None) -> IndexedRun:
+    path.mkdir()
+    write_run(path)
+    (path / "config.resolved.json").write_text(json.dumps(config))
+    if scores is not None:
+        (path / "evaluations").mkdir()
+        rows = [{"task_id": task, "prompt": "?", "score": score} for task, score in scores.items()]
+        (path / "evaluations" / "step-000003.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return IndexedRun(path)
+
+
+def config(rate: float, **more: object) -> dict:
+    return {"run": {"dir": str(rate), "name": "x"}, "train": {"learning_rate": rate, "lora": {"rank": 8}}, **more}
+
+
+def test_only_keys_that_differ() -> None:
+    assert differences([config(1e-5), config(1e-5)]) == []
+    assert differences([config(1e-5), config(2e-5), config(1e-5, tasks={"sources": [{"name": "<b>"}]})]) == [
+        {"key": "train.learning_rate", "values": ["1e-05", "2e-05", "1e-05"]},
+        {"key": "tasks.sources", "values": [None, None, '[{"name": "<b>"}]']},
+    ]
+    nested = config(1e-5) | {"train": {"learning_rate": 1e-5, "lora": {"rank": 16}}}
+    assert differences([config(1e-5), nested]) == [{"key": "train.lora.rank", "values": ["8", "16"]}]
+
+
+def test_evaluations_are_paired_by_task(tmp_path: Path) -> None:
+    tasks = [str(number) for number in range(10)]
+    first = run_at(tmp_path / "a", config(1.0), {task: 0.0 for task in tasks} | {"only": 1.0})
+    better = run_at(tmp_path / "b", config(2.0), {task: 1.0 for task in tasks})
+    other = run_at(tmp_path / "c", config(3.0), {"elsewhere": 1.0})
+    without = run_at(tmp_path / "d", config(4.0))
+    (of_better,), of_other, of_without = (
+        found["comparisons"] or found["why"] for found in evaluations([first, better, other, without])
+    )
+    assert (of_better["tasks"], of_better["difference"], of_better["better"], of_better["unpaired"]) == (10, 1.0, 10, 1)
+    assert of_better["p_value"] == pytest.approx(2 / 1024) and "better in 10" in of_better["text"]
+    assert "no task has a score in both" in of_other and "has no recorded evaluation" in of_without
+    assert evaluations([without, first])[0]["comparisons"] == []
+
+
+# Pipes, devices and endless files in a run's directory: every reader answers, within seconds and little memory
+
+
+LIMIT_S, LIMIT_MB = 60, 2500  # of address space, so that a gigabyte of zeros does not fit twice
+FILES = (
+    "config.resolved.json", "metrics.jsonl", "eval.jsonl", "trace.jsonl", "finished", "resume.json", "lock",
+    "tokenizer.json", "rollouts/step-000001.jsonl", "evaluations/step-000001.jsonl",
+)  # fmt: skip
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/full")
+
+
+def endless(path: Path) -> None:
+    """A sparse file: a gigabyte of zeros, which is one line."""
+    with open(path, "wb") as file:
+        file.truncate(1 << 30)
+
+
+READ = """
+import sys
+from contextlib import suppress
+from rollover.cli import main
+from rollover.plugins.dashboard.run_data import RunData
+for run in sys.argv[1:]:
+    print("reading", run, flush=True)
+    for words in (["show", run, "--rollouts"], ["show", run, "--json"], ["trace", run],
+                  ["report", run, "-o", run + ".html"]):
+        assert main(words) in (0, 2), words
+    with suppress(ValueError):
+        data = RunData(run)
+        of_one = {"rollout": {"step": "1", "id": "3-0"}, "episode": {"step": "1", "id": "3-0"}}
+        for name in data.queries:
+            with suppress(ValueError, KeyError):
+                data.answer(name, of_one.get(name, {}))
+        data.state()
+        data.read_ahead()
+"""
+
+
+def hostile(run: Path, name: str, damage: Callable[[Path], None]) -> None:
+    path = run / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    damage(path)
+
+
+@pytest.mark.parametrize("damage", [pipe, device, endless])
+def test_readers_answer_for_hostile_files(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    runs = []
+    for number, name in enumerate(FILES):
+        runs.append(tmp_path / f"{number}-{name.replace('/', '-')}")
+        runs[-1].mkdir()
+        hostile(write_run(runs[-1]), name, damage)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_MB << 20, LIMIT_MB << 20))
+
+    command = [sys.executable, "-c", READ, *map(str, runs)]
+    with open(tmp_path / "said", "w") as said:
+        done = subprocess.run(command, stdout=said, stderr=said, timeout=LIMIT_S, preexec_fn=limit)
+    text = (tmp_path / "said").read_text()
+    assert done.returncode == 0 and "MemoryError" not in text, text[-2000:]
+
+
+@pytest.mark.parametrize("damage", [pipe, device])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "lock", "finished", "resume.json", "trace.jsonl"])
+def test_train_refuses_hostile_file(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+    hostile(write_run(tmp_path), name, damage)
+    with pytest.raises(ValueError, match=f"{name} in it is a folder, a device or a pipe"):
+        RunDirectory(Config(run=RunConfig(dir=str(tmp_path))), resume=True)
+
+
+def test_open_regular_takes_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"one\ntwo")
+    os.mkfifo(tmp_path / "pipe")
+    with open_regular(tmp_path / "file") as file:
+        assert list(lines_of(file, "file")) == [b"one\n", b"two"]
+    for name in ("pipe", "", "/dev/zero"):
+        with pytest.raises(ValueError, match="no file, but a folder, a device or a pipe"):
+            open_regular(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "missing")
+    assert read_regular(tmp_path / "file", 7) == b"one\ntwo"
+    with pytest.raises(ValueError, match="more than 6 bytes"):
+        read_regular(tmp_path / "file", 6)
+    with open_regular(tmp_path / "file") as file, pytest.raises(ValueError, match="a line of more than 3 bytes"):
+        list(lines_of(file, "file", 3))
+    assert MOST_LINE_BYTES > 10**8

@@ -1,8 +1,9 @@
-"""Programs that mean well: what they may use, and how their tests end. In whichever sandbox this machine has."""
+"""The judge of programs: its processes, cases, and programs that fail."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -10,16 +11,23 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollover.plugins.sandbox import guarantees
-from rollover.plugins.sandbox.cases import read_cases
+from rollover.plugins.sandbox.cases import Cases, extract_code, read_cases, same_text, same_value
 from rollover.plugins.sandbox.guarantees import ProbeResult, choose_sandbox, probe_sandbox
+from rollover.plugins.sandbox.guest.values import to_json
 from rollover.plugins.sandbox.judge import BrokenTests, Judge, RunLimits, Verdict
 from rollover.plugins.sandbox.launch import Launch, SandboxFailed, Template
+
+# Programs that mean well: what they may use, and how their tests end. In whichever sandbox this machine has
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +94,7 @@ CALLS = {"fn_name": "f", "inputs": ["0", "1", "2"], "outputs": ["1", "2", "3"]}
          ("passed",) * 3),
     ],
 )  # fmt: skip
-def test_calls_follow_each_other_in_a_process_and_fail_alone(
-    launch: Launch, code: str, wanted: tuple[str, ...]
-) -> None:
+def test_calls_in_a_process_fail_alone(launch: Launch, code: str, wanted: tuple[str, ...]) -> None:
     judge = Judge(launch, RunLimits(memory_bytes=220 << 20, output_bytes=60_000), ahead=False)
     try:
         assert judge.judge(code, read_cases({"tests": CALLS})).ends == wanted
@@ -326,3 +332,277 @@ def test_a_program_whose_sandbox_is_killed_from_outside_has_no_verdict(monkeypat
         assert judge.judge("print(1)", rows).share == 1
     finally:
         judge.close()
+
+
+# Programs in completions, and the forms of tests that data sets have
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("first ```python\na\n``` then ```py\nb\n``` said", "b\n"),
+        ("```\nplain\n```", "plain\n"),
+        ("```python\nprint(1)\n```\n```\noutput\n```", "print(1)\n"),
+        ("```cpp\nint main() {}\n```", None),
+        ("```python\ncut off", "cut off"),
+        ("print(1)", "print(1)"),
+        ("", None),
+        ("``````python\n```", None),
+    ],
+)
+def test_the_last_block_of_python_is_the_program(completion: str, code: str | None) -> None:
+    assert extract_code(completion) == code
+
+
+def test_prime_codes_rows() -> None:
+    rows = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}
+    for truth in (rows, json.dumps(rows)):
+        cases = read_cases({"reward_model": {"ground_truth": truth}, "data_source": "apps"})
+        assert cases == Cases("stdin", ("1 2\n", "3\n4"), ("3\n", "7"))
+    called = {"fn_name": "f", "inputs": ["1\n[2]", [3, [4]]], "outputs": ["[1]", [2]]}
+    assert read_cases({"input_output": json.dumps(called)}) == Cases("calls", ([1, [2]], [3, [4]]), ([1], [2]), "f")
+    keys = {"fn_name": "f", "inputs": ['{"1": "a"}'], "outputs": ['{"2": "b"}']}
+    assert read_cases({"tests": keys}) == Cases("calls", ([{1: "a"}],), ({2: "b"},), "f")
+
+
+def test_rows_of_python() -> None:
+    mbpp = {"test_list": ["assert f(1) == 2"], "test_setup_code": "import math", "test_imports": ["import re"]}
+    assert read_cases(mbpp) == Cases("tests", setup="import math\nimport re", tests=("assert f(1) == 2",))
+    check = "def check(candidate):\n    assert candidate(1) == 2"
+    assert read_cases({"test": check, "entry_point": "f"}) == Cases("tests", name="f", setup=check, tests=("check(f)",))
+    code = "import math\nx = [3]\nf(x)\nassert x == [1]\nassert f(2)\ndef test_three():\n    assert f(3)"
+    cases = read_cases({"answer": code})
+    assert cases.tests == ("x = [3]\nf(x)\nassert x == [1]", "assert f(2)", "test_three()")
+    assert len(cases) == 3
+    assert cases.first(1).tests == ("x = [3]\nf(x)\nassert x == [1]",)
+    assert read_cases({"tests": {"assert_case": ["assert f(1)"]}}).tests == ("assert f(1)",)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"question": "?"}, "needs tests; the task's columns are question. The forms are"),
+        ({"tests": "x = 1"}, "no assert, no test_ function and no check"),
+        ({"tests": "assert ("}, "are no Python"),
+        ({"tests": {"inputs": ["1"], "outputs": []}}, "no inputs and outputs, as many of each"),
+        ({"tests": {"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}}, "an input of the task is no JSON"),
+        ({"tests": {"inputs": ["1"], "outputs": ["x"], "fn_name": "f"}}, "an output of the task is no JSON"),
+        ({"tests": 3}, "the tests of the task are a int"),
+    ],
+)
+def test_a_row_that_has_no_tests_is_refused(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_cases(columns)
+
+
+def test_texts_are_compared_as_judges_do() -> None:
+    assert same_text("1 2 \n3\n\n", "1 2\n3")
+    assert same_text("0.333333333", "0.33333333334")
+    assert same_text("a  b", "a b")
+    assert not same_text("2 1", "1 2")
+    assert not same_text("1.1", "1.2")
+    assert not same_text("10000000000000000001", "10000000000000000002")
+    assert not same_text("nan", "1")
+    assert not same_text("", "1")
+
+
+def equal(value: Any, expected: Any) -> bool:
+    return same_value(to_json(value), expected)
+
+
+def test_values_are_compared_as_in_prime_code() -> None:
+    assert equal((1, (2,)), [1, [2]])
+    assert equal([1, 2], [[1, 2]])
+    assert equal(True, True)
+    assert not equal([2, 1], [1, 2])
+    assert not equal(None, [])
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=4),
+)
+
+
+@given(JSON, JSON)
+def test_forms_are_compared_as_the_values_are(value: Any, other: Any) -> None:
+    assert equal(value, value)
+    assert equal(value, other) is bool(value == other or (isinstance(other, list) and other and value == other[0]))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        (Fraction(1, 2), 0.5, True),
+        (Fraction(6, 3), 2, True),
+        (Fraction(1, 3), 0.3333, False),
+        (Decimal("0.50"), 0.5, True),
+        (Decimal("NaN"), 1, False),
+        (Decimal("Infinity"), 1, False),
+        (complex(3, 0), 3, True),
+        (10**5000, 10**5000, True),
+        (10**5000, 10**5000 + 1, False),
+        ({1: "a"}, {1: "a"}, True),
+        ({1: "a", 2: "b"}, {1: "a"}, False),
+        ({(1, 2): "a"}, {"1": "a"}, False),
+        ({1, 2}, [1, 2], False),
+        (range(2), [0, 1], False),
+        (b"a", "a", False),
+        (iter([1]), [1], False),
+        ({}.keys(), [], True),
+    ],
+    ids=range(17),
+)
+def test_values_of_other_kinds(value: Any, expected: Any, same: bool) -> None:
+    assert equal(value, expected) is same
+
+
+COLLIDING = [i * (2**61 - 1) for i in range(45_000)]
+DEEP: Any = 1
+for _ in range(150_000):
+    DEEP = {"l": [DEEP]}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"s": COLLIDING}, 1),
+        ({"d": [[key, 0] for key in COLLIDING]}, {i: 0 for i in range(45_000)}),
+        ({"d": [[key, 0] for key in COLLIDING]}, {1: 0}),
+        ({"l": [{"s": COLLIDING}]}, [[1]]),
+        ({"D": "1e99999999"}, 5),
+        ({"D": "1e999999999999999999"}, 5),
+        ({"D": "9" * 10**6}, 5),
+        ({"F": "1e99999999"}, 5),
+        ({"F": ["f" * 500_000, "e" * 500_000]}, 5),
+        ({"F": ["1", "0"]}, 5),
+        ({"F": ["1"]}, 5),
+        ({"F": [1, 2]}, 0.5),
+        ({"h": "f" * 10**6}, 5),
+        ({"h": "1_" * 10**5 + "1"}, 5),
+        ({"h": 5}, 5),
+        ({"c": [1, 2, 3]}, 5),
+        ({"c": ["x"]}, 5),
+        ({"l": 5}, [5]),
+        ({"d": [[1]]}, {1: 1}),
+        ({"d": [[{"l": []}, 1]]}, {1: 1}),
+        ({"d": [[1, 1], [1, 1]]}, {1: 1, 2: 1}),
+        ({"i": [1]}, [1]),
+        ({"r": [0, 10**18, 1]}, [0]),
+        ({"o": 0}, 0),
+        ({"no": 1}, 1),
+        ({"l": [], "t": []}, []),
+        ({}, {}),
+        ([1], [1]),
+        (DEEP, [1]),
+    ],
+    ids=range(29),
+)
+def test_hostile_forms_are_wrong_at_once(form: Any, expected: Any) -> None:
+    started = time.process_time()
+    assert same_value(form, expected) is False
+    assert time.process_time() - started < 2
+
+
+# A program that fails is worth 0, whatever it does: what it returns, raises or writes in the place of a result
+
+
+SECONDS = 3.0
+NAMED = """
+class {name}:
+    def __str__(self): return '1e99999999'
+    __repr__ = __str__
+{name}.__module__ = '{module}'
+def f(x): return {name}()
+"""
+RETURNED = {
+    "a class that calls itself Fraction": NAMED.format(name="Fraction", module="fractions"),
+    "a class that calls itself Decimal": NAMED.format(name="Decimal", module="decimal"),
+    "a class that calls itself deque": NAMED.format(name="deque", module="collections"),
+    "a large Decimal": "from decimal import Decimal\ndef f(x): return Decimal('1e999999')",
+    "a large Fraction": "from fractions import Fraction\ndef f(x): return Fraction(3 ** 400_000, 2 ** 400_000)",
+    "ints of one hash": "def f(x): return {i * (2**61 - 1) for i in range(45_000)}",
+    "keys of one hash": "def f(x): return {i * (2**61 - 1): 0 for i in range(20_000)}",
+    "a float that says it is all": "class F(float):\n    def __eq__(self, other): return True\ndef f(x): return F(3)",
+    "a str that says it is all": "class S(str):\n    def __eq__(self, other): return True\ndef f(x): return S('3')",
+    "a list in itself": "def f(x):\n    a = []\n    a.append(a)\n    return a",
+    "an endless generator": "def f(x):\n    while True: yield 1",
+    "surrogates": "def f(x): return '\\ud800'",
+    "a function": "def f(x): return f",
+    "a hostile repr": "class R:\n    def __repr__(self): raise SystemExit\ndef f(x): return R()",
+    "a hostile class": "class R:\n    @property\n    def __class__(self): raise SystemExit\ndef f(x): return R()",
+}
+WRITTEN = {
+    "a set of one hash": "{'s': [i * (2**61 - 1) for i in range(45_000)]}",
+    "an exponent": "{'F': '1e99999999'}",
+}
+RAISED = {
+    "SyntaxError": "def f(x): return eval('1 +')",
+    "its own SyntaxError": "def f(x): raise SyntaxError('mine')",
+    "RecursionError": "def f(x): return f(x)",
+    "KeyboardInterrupt": "def f(x): raise KeyboardInterrupt",
+    "SystemExit": "def f(x): raise SystemExit(0)",
+    "GeneratorExit": "def f(x): raise GeneratorExit",
+    "AssertionError": "def f(x): assert False",
+    "StopIteration": "def f(x): raise StopIteration",
+    "its own exception": "class E(Exception): pass\ndef f(x): raise E('e')",
+    "os._exit": "import os\ndef f(x): os._exit(0)",
+}
+
+ENDS_THE_PROGRAM = {"os._exit", "KeyboardInterrupt", "SystemExit", "GeneratorExit"}
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "process"])
+def judge_of(request: pytest.FixtureRequest) -> Iterator[Judge]:
+    launch = Launch(request.param)
+    if not (found := probe_sandbox(launch)).holds:
+        pytest.skip(f"this machine cannot give it: {found}")
+    made = Judge(launch, RunLimits(SECONDS, output_bytes=1 << 20))
+    yield made
+    made.close()
+
+
+def share(judge_of: Judge, code: str, **columns: object) -> float:
+    started = time.monotonic()
+    verdict = judge_of.judge(code, read_cases(columns))
+    assert time.monotonic() - started < SECONDS + 15, verdict
+    return verdict.share
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_it_returns(name: str, judge_of: Judge) -> None:
+    assert share(judge_of, RETURNED[name], tests={"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}) == 0
+    assert share(judge_of, RETURNED[name], tests="assert f(1) == 2") == 0
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_it_writes_in_the_place_of_a_result(name: str, judge_of: Judge) -> None:
+    code = (
+        "import json, os\n"
+        "def f(x):\n"
+        f"    line = json.dumps({{'test': 0, 'ended': 'ok', 'value': {WRITTEN[name]}}}) + chr(10)\n"
+        "    view = line.encode()\n"
+        "    while view: view = view[os.write(4, view):]\n"
+        "    return 1"
+    )
+    assert share(judge_of, code, tests={"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}) == 0
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_what_it_raises_fails_its_own_test_alone(name: str, judge_of: Judge) -> None:
+    """Of three tests the first and the last meet a part of the program that works."""
+    code = RAISED[name] + "\ndef g(x): return x"
+    found = share(judge_of, code, test_list=["assert g(1) == 1", "assert f(2) == 2", "assert g(3) == 3"])
+    assert found == pytest.approx(1 / 3 if name in ENDS_THE_PROGRAM else 2 / 3)
+    assert share(judge_of, code, tests={"fn_name": "f", "inputs": ["1"], "outputs": ["2"]}) == 0
+
+
+@pytest.mark.parametrize("setup", ["def check(f): eval('1 +')", "import nothing_of_this_name", "raise SystemExit"])
+def test_tests_that_are_at_fault_are_told_apart(setup: str, judge_of: Judge) -> None:
+    code = "def f(x): return x"
+    if setup.startswith("def"):  # while they run, what they raise themselves is an error of the test
+        assert share(judge_of, code, test=f"{setup}\ncheck(f)", entry_point="f") == 0
+        return
+    with pytest.raises(BrokenTests, match="the tests of the task cannot be run"):
+        judge_of.judge(code, read_cases({"test_list": ["assert f(1) == 1"], "test_setup_code": setup}))

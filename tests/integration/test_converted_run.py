@@ -1,11 +1,7 @@
-"""Launch files as other systems publish them, in small: converted, and trained for two steps in the mode they name.
-
-Their options and their structure are those of the published files; the texts are ours, and the sizes those of a toy.
-"""
+"""Converted configurations of other systems, trained: the modes, and scripts that were published."""
 
 from __future__ import annotations
 
-import copy
 import statistics
 import tomllib
 from collections.abc import Sequence
@@ -15,14 +11,78 @@ from typing import Any
 import pytest
 import runs
 
-import tiny
 from rollover.plugins.convert.conversion import convert_file
 from rollover.track.trace import TraceEvent
 
-TURNS = (
-    "{% for m in messages %}{{ m.role[0] + ':' + m.content + '<eos>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+# A launch script of verl is converted and trained: rollouts are generated when its program would generate them
+
+
+OPTIONS = (
+    "algorithm.adv_estimator=grpo data.train_files={folder}/tasks.jsonl data.train_batch_size=3"
+    " data.max_prompt_length=64 data.max_response_length=24 actor_rollout_ref.actor.ppo_mini_batch_size=3"
+    " actor_rollout_ref.model.path={folder}/model actor_rollout_ref.rollout.n=3"
+    " actor_rollout_ref.rollout.max_num_seqs=8 actor_rollout_ref.actor.optim.lr=1e-3 trainer.total_training_steps=5"
+    " custom_reward_function.path={folder}/reward.py custom_reward_function.name=reward"
 )
+ASYNC = (
+    " async_training.require_batches=1 async_training.trigger_parameter_sync_step=1"
+    " async_training.staleness_threshold=1 rollout.total_rollout_steps=15"
+)
+
+
+def trained(
+    folder: Path, program: str, further: str = "", num_rows: int = 400
+) -> tuple[list[dict[str, Any]], list[TraceEvent]]:
+    """The metrics of each step, and the events of the run."""
+    runs.write(folder, rows=num_rows)
+    (folder / "run.sh").write_text(f"python3 -m {program} {OPTIONS.format(folder=folder)}{further}\n")
+    done = runs.rollover("convert", folder / "run.sh")
+    assert done.returncode == 0, done.stderr
+    (folder / "converted.toml").write_text(done.stdout)
+    small = ["--model.dtype=float32", "--engine.kv_memory_gb=0.1", "--run.threads=1", "--track.live=plain"]
+    done = runs.rollover("train", folder / "converted.toml", f"--run.dir={folder / 'run'}", *small)
+    assert done.returncode == 0, done.stderr
+    rows = runs.rows(folder)
+    return [row for row in rows if "staleness/max" in row], runs.trace(folder / "run")
+
+
+def test_generation_goes_on_while_the_policy_is_trained(tmp_path: Path) -> None:
+    rows, events = trained(tmp_path, "verl.experimental.fully_async_policy.fully_async_main", ASYNC)
+    assert len(rows) == 5
+    assert max(row["staleness/max"] for row in rows) == 1
+    during, finished = False, 0
+    for event in events:
+        during = event.kind == "train_start" or (during and event.kind != "train_end")
+        finished += during and event.kind == "finish"
+    assert finished
+
+
+def test_verl_kl_in_loss_and_reward_trains_with_both(tmp_path: Path) -> None:
+    switches = (
+        " algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.2 algorithm.kl_ctrl.type=adaptive"
+        " algorithm.kl_ctrl.target_kl=1e-5 algorithm.kl_ctrl.horizon=20 actor_rollout_ref.actor.use_kl_loss=True"
+        " actor_rollout_ref.actor.kl_loss_coef=0.1"
+    )
+    rows, _ = trained(tmp_path, "verl.trainer.main_ppo", switches)
+    table = tomllib.loads((tmp_path / "converted.toml").read_text())["algorithm"]
+    assert (table["kl_in"], table["kl_coef"], table["kl_reward_coef"]) == ("both", 0.1, 0.2)
+    assert all(row["kl/reference"] > 0 and row["kl/in_reward"] != row["kl/reference"] for row in rows[1:])
+    coefs = [row["kl/coef"] for row in rows]
+    assert coefs[0] == 0.2 and len(set(coefs)) > 2, "kl_target steers the coefficient of the reward"
+
+
+def test_verl_drops_the_rows_below_a_step_of_each_pass(tmp_path: Path) -> None:
+    passes = " trainer.total_training_steps=20 trainer.total_epochs=2"
+    rows, _ = trained(tmp_path, "verl.trainer.main_ppo", passes, num_rows=8)
+    assert [row["groups/consumed"] for row in rows] == [3, 6, 9, 12]
+    assert rows[-1]["tasks/dropped_last"] == 2 and {row["staleness/max"] for row in rows} == {0}
+    groups = {r["group_id"]: (r["task_id"], r["attempt"]) for r in runs.records(tmp_path / "run")}
+    assert len(set(groups.values())) == 12, "no task twice in a pass"
+
+
+# Launch files as other systems publish them, in small: converted, and trained for two steps in the mode they name
+
+
 SMALL = ("--model.dtype=float32", "--engine.kv_memory_gb=0.1", "--engine.max_running=8", "--run.threads=1")
 
 APR = """set -x
@@ -60,35 +120,6 @@ python3 -m recipe.partial_rollout.main_ppo \\
     trainer.critic_warmup=0 trainer.save_freq=25 trainer.test_freq=-1 \\
     trainer.default_local_dir="${{CKPTS_DIR}}" trainer.total_training_steps=2 \\
     trainer.total_epochs=5 $@ 2>&1 | tee -a ${{HOME_DIR}}/log.txt
-"""
-
-LIGHTRFT = """#!/bin/bash
-MODEL="{folder}/model"
-DATA="{folder}/tasks.jsonl"
-N_SAMPLES=2; RBS=8; TBS=16; LR=1e-3; KL=0.01
-export MLP_WORKER_GPU=1
-export GPUS_PER_NODE=$MLP_WORKER_GPU
-now=$(date +"%H%M")
-torchrun --nproc-per-node $GPUS_PER_NODE \\
-    examples/gsm8k_geo3k/train_colocate.py \\
-    --pretrain "${{MODEL}}" \\
-    --advantage_estimator "group_norm" \\
-    --fsdp --flash_attn --rm_use_engine \\
-    --use_kl_loss --init_kl_coef $KL --kl_estimator "k3" \\
-    --reward_pretrain "{{}}" \\
-    --save_path "{folder}/results-${{now}}" \\
-    --micro_train_batch_size 4 --train_batch_size ${{TBS}} \\
-    --micro_rollout_batch_size $N_SAMPLES --rollout_batch_size ${{RBS}} \\
-    --max_epochs 1 --num_episodes 30 --lr_warmup_ratio 0.03 \\
-    --n_samples_per_prompt $N_SAMPLES \\
-    --prompt_max_len 64 --generate_max_len 48 \\
-    --use_partial --partial_percent 0.125 --max_budget 40 \\
-    --bf16 --actor_learning_rate $LR \\
-    --prompt_data "${{DATA}}" --input_key "prompt" --label_key "label" \\
-    --max_eval_samples 4 --save_steps 20 --max_ckpt_num 3 \\
-    --engine_type sglang --engine_mem_util 0.6 --enable_engine_sleep \\
-    --l2 1.0e-2 --freeze_prefix --text_only \\
-    2>&1 | tee "{folder}/node0.log"
 """
 
 AXOLOTL = """
@@ -186,43 +217,8 @@ def right(prompts, completions, **columns):
     return [{"score": float(ok), "acc": ok} for ok in (sum(c.isdigit() for c in text) > 4 for text in completions)]
 '''
 
-RLLM = """#!/usr/bin/env bash
-set -euo pipefail
-unset ROCR_VISIBLE_DEVICES 2>/dev/null || true
-MODEL_PATH={folder}/model
-python -u train.py \\
-    rllm/backend=verl \\
-    algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=true \\
-    rllm.algorithm.use_rllm=true \\
-    data.train_batch_size=2 data.val_batch_size=256 \\
-    data.max_prompt_length=128 data.max_response_length=16 \\
-    +model.name=$MODEL_PATH \\
-    actor_rollout_ref.model.path=$MODEL_PATH \\
-    actor_rollout_ref.hybrid_engine=True \\
-    actor_rollout_ref.actor.optim.lr=1e-3 \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.use_dynamic_bsz=True \\
-    actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \\
-    actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \\
-    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.mode=async \\
-    actor_rollout_ref.rollout.n=2 \\
-    rllm.workflow.n_parallel_tasks=64 rllm.workflow.retry_limit=1 \\
-    rllm.rollout.train.temperature=0.9 rllm.rollout.val.temperature=0.6 \\
-    rllm.trainer.logger="['console']" rllm.trainer.experiment_name=toy \\
-    rllm.trainer.val_before_train=false rllm.trainer.test_freq=-1 rllm.trainer.total_epochs=1 \\
-    trainer.nnodes=1 trainer.default_hdfs_dir=null trainer.resume_mode=disable \\
-    "$@"
-"""
-FLOW = """
-async def solve_and_judge(task, episode):
-    solver, judge = episode.trajectory("solver"), episode.trajectory("judge")
-    first = await solver.chat(task.messages)
-    verdict = await judge.chat([{"role": "user", "content": "right? " + first.text[:3]}])
-    solver.reward = sum(c.isdigit() for c in first.text) / 16
-    judge.reward = sum(c.isdigit() for c in verdict.text) / 16
-"""
 
-
-def trained(
+def trained_file(
     folder: Path, name: str, text: str, answers: Sequence[str] = (), accepted: Sequence[str] = ()
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[TraceEvent]]:
     """The metrics of each step, the recorded rollouts, and the events of the run that a file is converted to.
@@ -236,7 +232,7 @@ def trained(
     words = (f"--run.dir={folder / 'run'}", f"--checkpoint.dir={folder / 'run' / 'checkpoints'}", "--track.live=plain")
     done = runs.rollover("train", folder / "converted.toml", *words, *SMALL, timeout=120)
     assert done.returncode == 0, done.stderr
-    rows = [row for row in runs.json_lines(folder / "run" / "metrics.jsonl") if "staleness/max" in row]
+    rows = [row for row in runs.rows(folder) if "staleness/max" in row]
     assert len(rows) == 2
     return rows, runs.records(folder / "run"), runs.trace(folder / "run")
 
@@ -247,7 +243,7 @@ def versions(record: dict[str, Any]) -> set[int]:
 
 
 def test_apr_resumes_what_a_step_interrupted(tmp_path: Path) -> None:
-    rows, records, events = trained(tmp_path, "run_pr_grpo.sh", APR)
+    rows, records, events = trained_file(tmp_path, "run_pr_grpo.sh", APR)
     assert {event.kind for event in events} >= {"park", "resume"}
     assert max(len(versions(record)) for record in records) == 2
     assert rows[1]["staleness/max"] == 1
@@ -255,22 +251,9 @@ def test_apr_resumes_what_a_step_interrupted(tmp_path: Path) -> None:
     assert all("kl/reference" in row for row in rows)
 
 
-def test_lightrft_goes_on_beyond_the_budget_in_the_next_step(tmp_path: Path) -> None:
-    answers = (
-        f"rewards.function={tmp_path}/reward.py:reward", "train.num_steps=2", "tasks.eval_fraction=0.1",
-    )  # fmt: skip
-    rows, records, events = trained(tmp_path, "run_grpo.sh", LIGHTRFT, answers)
-    assert any(event.kind == "resume" for event in events)
-    resumed = [record for record in records if len(versions(record)) == 2]
-    assert resumed
-    assert {record["segments"][0]["num_tokens"] for record in resumed} == {40}, "max_budget"
-    assert rows[1]["staleness/max"] == 1
-    assert 1 <= rows[0]["groups/consumed"] < 8, "partial_percent of eight groups are enough"
-
-
 def test_axolotl_generates_the_next_batch_while_it_trains(tmp_path: Path) -> None:
     answers = (f"tasks.sources.0.path={tmp_path}/tasks.jsonl", f"rewards.function={tmp_path}/reward.py:reward")
-    rows, records, events = trained(tmp_path, "grpo.yaml", AXOLOTL, answers)
+    rows, records, events = trained_file(tmp_path, "grpo.yaml", AXOLOTL, answers)
     assert [row["staleness/max"] for row in rows] == [0, 1]
     assert all(len(versions(record)) == 1 for record in records), "what is generated ahead has one version"
     first = next(i for i, event in enumerate(events) if event.kind == "train_start")
@@ -280,7 +263,7 @@ def test_axolotl_generates_the_next_batch_while_it_trains(tmp_path: Path) -> Non
 
 def test_dapo_replaces_uniform_groups_and_shapes_long_answers(tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(RIGHT)
-    rows, records, _ = trained(tmp_path, "run_dapo.sh", DAPO)
+    rows, records, _ = trained_file(tmp_path, "run_dapo.sh", DAPO)
     assert rows[-1]["filtered/zero_variance/groups"] > 0
     assert {row["train/updates"] for row in rows} == {2}
     groups: dict[int, list[dict[str, Any]]] = {}
@@ -294,19 +277,3 @@ def test_dapo_replaces_uniform_groups_and_shapes_long_answers(tmp_path: Path) ->
         spread = statistics.stdev(shaped) + 1e-6
         expected = [(one - statistics.mean(shaped)) / spread for one in shaped]
         assert [record["advantage"] for record in group] == pytest.approx(expected, abs=1e-3)
-
-
-def test_rllm_trains_the_trajectories_of_its_episodes(tmp_path: Path) -> None:
-    tiny.save(tmp_path / "model")
-    tokenizer = copy.deepcopy(tiny.tokenizer())
-    tokenizer.chat_template = TURNS
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "flow.py").write_text(FLOW)
-    answers = (
-        f"tasks.sources.0.path={tmp_path}/tasks.jsonl", f"workflow.function={tmp_path}/flow.py:solve_and_judge",
-        "train.num_steps=2",
-    )  # fmt: skip
-    rows, records, _ = trained(tmp_path, "train_verl.sh", RLLM, answers, accepted=["train.py"])
-    assert rows[-1]["episodes/done"] >= 8, "two tasks a step, two episodes each"
-    assert {record["role"] for record in records} == {"solver", "judge"}
-    assert {row["train/updates"] for row in rows} == {1}, "a batch below ppo_mini_batch_size is one update"

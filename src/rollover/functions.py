@@ -165,7 +165,7 @@ class CustomObject:
 
     def _failed(self, member: str, how: str) -> FunctionError:
         return FunctionError(
-            f"{self._key} = {self.spec!r}: its {member} {how}. Mend it: it must {self._must[member]} ({self._file})"
+            f"{self._key} = {self.spec!r}: its {member} {how}. Fix it: it must {self._must[member]} ({self._file})"
         )
 
 

@@ -187,7 +187,7 @@ def _wait_for(child: int, parent: int, woken: int) -> int | None:
             polls += 1  # not seconds: where the keeper was stopped with its child, they go on together
             if polls == _MAX_STOPPED_POLLS:
                 name = signal.Signals(stopped_by).name
-                os.write(2, f"rollover: process {child} was stopped ({name}) and does not go on: killed\n".encode())
+                os.write(2, f"rollover: process {child} was stopped ({name}) and does not continue: killed\n".encode())
                 os.kill(child, signal.SIGKILL)
     return None
 

@@ -55,7 +55,7 @@ def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
     except asyncio.CancelledError as cancelled:
         error = ValueError(
             "the run was cancelled from within: a custom function cancels tasks that are not its own, as by"
-            " asyncio.all_tasks(). Mend it, and go on with --resume"
+            " asyncio.all_tasks(). Fix it, and resume with --resume"
         )
         raise error from cancelled
     except BaseException as raised:
@@ -145,7 +145,7 @@ async def _end_others(
             quiet = False
             how = "is over" if error is None else f"has failed ({explained(error)})"
             terminal.warning(
-                f"the run {how}. It waits for what was cancelled, {grace_s:g} s at most: {_named(tasks, threads)}"
+                f"the run {how}. It waits for cancelled tasks, {grace_s:g} s at most: {_named(tasks, threads)}"
             )
         await (asyncio.wait(tasks, timeout=_LOOK_S) if tasks else asyncio.sleep(_LOOK_S))
 

@@ -499,7 +499,7 @@ def test_ranks_that_were_all_stopped_are_noticed(calling: bool) -> None:
             os.kill(pid, signal.SIGSTOP)
         if not calling:
             wait_until(lambda: all(map(has_ended, ranks.pids)))
-        with pytest.raises(BackendLost, match=r"rank \d of 2 was stopped, and did not go on within 1 s"):
+        with pytest.raises(BackendLost, match=r"rank \d of 2 was stopped, and did not continue within 1 s"):
             ranks.call("listen", {0: {"host": "127.0.0.1"}}, limited=False)
         wait_until(lambda: all(map(has_ended, ranks.pids)))
     finally:

@@ -109,7 +109,7 @@ def test_a_backend_with_the_third_argument_of_before_is_told_where_streams_are_n
     [
         ("compute_logprobs", lambda *_: {}, "its compute_logprobs returned None for rollout 0-0, which has"),
         ("compute_logprobs", lambda *_: exit(), "its compute_logprobs failed: SystemExit"),
-        ("forward_backward", lambda *_: None, "its forward_backward returned None. Mend it: it must add the gradient"),
+        ("forward_backward", lambda *_: None, "its forward_backward returned None. Fix it: it must add the gradient"),
         ("optim_step", lambda *_, **__: {"grad_norm": "x"}, "its optim_step returned {'grad_norm': 'x'} (dict)"),
         ("save_state", lambda *_: {}, "its save_state returned {} (dict)"),
     ],

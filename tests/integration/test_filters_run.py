@@ -138,7 +138,7 @@ def test_filters_that_give_up_before_the_first_step_leave_the_answers_and_a_chec
     assert main(["train", str(file)]) == 2
     said = capsys.readouterr().err
     assert "filters: each of the last 6 scored groups was dropped" in said
-    assert "go on with --resume. The answers are in rollouts/" in said
+    assert "resume with --resume. The answers are in rollouts/" in said
     left = runs.records(tmp_path / "run")
     assert {r["outcome"] for r in left} == {"dropped:filtered"} and len(left) >= 24
     assert all(r["score"] == 0.25 and isinstance(r["completion"], str) for r in left)

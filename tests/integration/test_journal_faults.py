@@ -73,7 +73,7 @@ def test_rows_that_are_missing_are_said_of_the_step_that_the_run_goes_on_from(tm
     content = path.read_bytes()
     path.write_bytes(b"".join(content.splitlines(keepends=True)[:3]))
     code, text = train(capsys, recipe, "--resume")
-    assert code == 2 and f"{path} has no row of step 4, from which this run goes on" in text, text
+    assert code == 2 and f"{path} has no row of step 4, from which this run continues" in text, text
     path.write_bytes(content)
     code, text = train(capsys, recipe, "--resume")
     assert code == 0 and "(2 steps)" in text, text

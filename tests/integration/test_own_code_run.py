@@ -275,7 +275,9 @@ def test_a_run_does_not_go_on_without_the_environment_of_what_it_holds(tmp_path:
         (file.parent / "mine.py").write_text(DIALOGUE + "\nOther = Dialogue\n")
         assert main(["train", str(file), "--resume", f"--rollout.environment={other}"]) == 2
         error = capsys.readouterr().err
-        assert '--resume with rollout.environment = "' in error and "begun in it, and would go on in another" in error
+        assert (
+            '--resume with rollout.environment = "' in error and "begun in it, and would continue in another" in error
+        )
         assert f'Set rollout.environment = "{environment}", or start a new run in another run.dir' in error
     assert main(["train", str(file), "--resume"]) == 0
     check_whole(file.parent / "run", 2)
@@ -289,7 +291,7 @@ def test_a_class_that_a_program_handed_over_is_mended_and_the_run_goes_on(tmp_pa
         return names["Mine"]
 
     file = runs.write(tmp_path, steps=2, checkpoint={"save_final_model": False})
-    with pytest.raises(ValueError, match="it is a str, and no Segment. Mend it, and go on with --resume"):
+    with pytest.raises(ValueError, match="it is a str, and no Segment. Fix it, and resume with --resume"):
         rollover.train(config=file, environment=environment("an answer"))
     rollover.train(resume=tmp_path / "run", environment=environment(None), trust=True)
     check_whole(tmp_path / "run", 2)
@@ -703,7 +705,7 @@ def test_failed_code_ends_run_and_it_goes_on(tmp_path, capsys, name: str, hook: 
     error = capsys.readouterr().err.strip().splitlines()[-1]
     expected = f"rollover: error: run.hooks = '{tmp_path}/hooks.py:{name}.{hook}' failed: {why} ("
     assert error[: len(expected)] == expected
-    assert error.endswith("Mend it, and go on with --resume") and "hooks.py:" in error.partition("failed")[2]
+    assert error.endswith("Fix it, and resume with --resume") and "hooks.py:" in error.partition("failed")[2]
     checkpoints = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert checkpoints == [f"step-{steps:06d}"]
     if name != "Ends":
@@ -719,7 +721,7 @@ def test_one_that_goes_on_after_a_stop_is_cancelled_and_the_run_ends_in_order(tm
     assert main(["train", str(file)]) == 130
     assert time.monotonic() - started < 50
     out = capsys.readouterr().out
-    assert "its on_step_end was cancelled, as it went on for 0.2 s (watchdog.grace_s) after the run was asked" in out
+    assert "its on_step_end was cancelled, as it ran for 0.2 s (watchdog.grace_s) after the run was asked" in out
     assert told(tmp_path)[-2:] == [["on_step_end", 1], ["on_train_end", None]]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 

@@ -198,7 +198,7 @@ def test_a_loop_of_one_s_own(settings: dict[str, Any]) -> None:
                     assert row is not None and row["step"] == 2 and await session.evaluate() == row
                     session.set("train.learning_rate", 5e-4)
                     session.set("checkpoint.every_steps", 0)
-                    with pytest.raises(ConfigError, match="rollout.group_size cannot change while a run goes on"):
+                    with pytest.raises(ConfigError, match="rollout.group_size cannot change during a run"):
                         session.set("rollout.group_size", 4)
                     with pytest.raises(ConfigError, match="run.seed cannot change.*it is fixed: tasks"):
                         session.set("run.seed", 4)

@@ -286,7 +286,7 @@ def test_weights_in_the_middle_of_a_step_are_not_saved_and_that_is_said(tmp_path
     code, text = train(capsys, recipe)
     assert (
         code == 2
-        and "the weights are in the middle of step 3): --resume goes on from step-000002 and its journal" in text
+        and "the weights are in the middle of step 3): --resume continues from step-000002 and its journal" in text
     ), text
 
 
@@ -328,7 +328,7 @@ def test_records_of_a_failed_checkpoint_are_not_doubled(tmp_path: Path, capsys, 
     monkeypatch.setattr(LocalBackend, "forward_backward", fails)
     monkeypatch.setattr(CheckpointStore, "write", full)
     code, text = train(capsys, recipe, *filters)
-    assert code == 2 and "could not be written (the disk is full): --resume goes on from step-000002" in text, text
+    assert code == 2 and "could not be written (the disk is full): --resume continues from step-000002" in text, text
     recorded = [r for r in runs.records(tmp_path / "run") if r["step"] == 2]
     monkeypatch.undo()
     code, text = train(capsys, recipe, *filters, "--resume")

@@ -235,7 +235,7 @@ def test_agents_that_never_end_are_named_and_do_not_hold_up_the_end(tmp_path: Pa
     done = runs.rollover("train", file, timeout=120)
     assert done.returncode == 2 and "nothing was trained: every gradient was 0" in done.stderr, done.stderr
     check_whole_of_agents(tmp_path / "run", 1)
-    waits = done.stderr.index("the run is over. It waits for what was cancelled, 1.5 s at most: ")
+    waits = done.stderr.index("the run is over. It waits for cancelled tasks, 1.5 s at most: ")
     assert "agents.py:" in done.stderr[waits:].splitlines()[0]
     assert "s (watchdog.grace_s): left behind" in done.stderr and "the thread left" in done.stderr
     assert done.stderr.rstrip().endswith("did not end within 1.5 s (watchdog.grace_s): the process ends all the same")

@@ -40,7 +40,7 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left_behind(capsys: 
     assert run_bounded(work(), 1.2) == 7
     assert time.monotonic() - began < 30
     waits, left = capsys.readouterr().err.splitlines()
-    assert waits.startswith("rollover: the run is over. It waits for what was cancelled, 1.2 s at most: episode 3-1 (")
+    assert waits.startswith("rollover: the run is over. It waits for cancelled tasks, 1.2 s at most: episode 3-1 (")
     assert "test_shutdown.py:" in waits and left.startswith("rollover: episode 3-1 (")
     assert left.endswith("did not end within 1.2 s (watchdog.grace_s): left behind")
     with pytest.raises(RuntimeError):

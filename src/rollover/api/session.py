@@ -307,11 +307,11 @@ class Session:
         if budget.is_exceeded:
             raise BackendLost(
                 f"the trainer's backend was lost {budget.in_a_row} times without a step in between"
-                f" (cluster.max_restarts = {budget.most}), the last time: {reason}. Mend that, and continue with:"
+                f" (cluster.max_restarts = {budget.most}), the last time: {reason}. Fix that, and continue with:"
                 f"\n  {self._directory.resume_command}"
             )
         logger.info(
-            f"restart {budget.in_a_row} of {budget.most} without a step in between: the run goes on from"
+            f"restart {budget.in_a_row} of {budget.most} without a step in between: the run continues from"
             " what is on the disk, with the same engine and reward workers"
         )
 

@@ -319,8 +319,8 @@ class Journal:
                 file, head, following = self._scan(path)
             except OSError as error:
                 raise ValueError(
-                    f"--resume: the journal {path} cannot be read ({error.strerror or error}): mend that, or delete the"
-                    f" folder {self.folder} to go on from the checkpoint alone"
+                    f"--resume: the journal {path} cannot be read ({error.strerror or error}): fix that, or delete the"
+                    f" folder {self.folder} to continue from the checkpoint alone"
                 ) from error
             problem = "" if not head else _why_foreign(head, mark, number)
             if problem:

@@ -83,8 +83,8 @@ class Mirror:
             self.failed += 1
             if not self._failing:
                 logger.warning(
-                    f"the run's files cannot be copied to {self.root} ({type(error).__name__}: {error}): it is tried"
-                    " again and again. Meanwhile a run whose machine is lost goes on from what is there"
+                    f"the run's files cannot be copied to {self.root} ({type(error).__name__}: {error}): it is"
+                    " retried. Meanwhile a run whose machine is lost continues from what is there"
                 )
             self._failing = True
 

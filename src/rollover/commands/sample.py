@@ -39,10 +39,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         dest="place",
         nargs=2,
         metavar=("RUN_DIR", "STEP/ID[:TOKEN]"),
-        help="go on with this rollout of a run after its first TOKEN tokens (default: 0), with the run's own"
+        help="continue this rollout of a run after its first TOKEN tokens (default: 0), with the run's own"
         " configuration and its newest weights, and print the log-prob of each token that comes",
     )
-    add("--model", metavar="DIR", help="with --from: go on with this model in place of the run's newest weights")
+    add("--model", metavar="DIR", help="with --from: continue with this model in place of the run's newest weights")
     add("--trust", action="store_true", help=f"with --from: {TRUST}")
     add("--json", action="store_true", help="with --from: print JSON")
 
@@ -193,7 +193,7 @@ def columns(text: str) -> dict[str, Any]:
 
 
 VERB = Verb(
-    "Print what the model answers to a prompt, whole episodes of a task, or how a recorded rollout goes on.",
+    "Print what the model answers to a prompt, whole episodes of a task, or how a recorded rollout continues.",
     run,
     arguments,
     files="*",

@@ -153,7 +153,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("model.lora.rank", "backend.type"),
         lambda c: is_tinker(c) and not c.model.lora.rank,
-        'backend.type = "tinker" trains adapters: set model.lora.rank to the rank that they shall have',
+        'backend.type = "tinker" trains adapters: set model.lora.rank to the rank of the adapters',
     ),
     Refused(
         ("algorithm.advantage", "backend.type"),

@@ -105,7 +105,7 @@ def check_is_here(config: Any) -> None:
     if config.cluster.type != "none":
         raise ConfigError(
             f'cluster.type = "{config.cluster.type}" is for training: add --cluster.type none, and what else of'
-            " [cluster] is told then, to evaluate and sample on this machine"
+            " [cluster] is set, to evaluate and sample on this machine"
         )
 
 

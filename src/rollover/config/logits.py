@@ -146,8 +146,8 @@ def _not_over_http(name: str) -> Refused:
         (key, "engine.kind"),
         lambda c: c.engine.kind == "remote" and _NOT_OVER_HTTP[name](c.rollout.logits),
         lambda c: (
-            f'{key} with engine.kind = "remote": an answer that was interrupted goes on elsewhere from its tokens, and'
-            ' a server is not told where it began. Remove it, or set engine.kind = "process"'
+            f'{key} with engine.kind = "remote": an interrupted answer continues elsewhere from its tokens, and'
+            ' a server does not know where it began. Remove it, or set engine.kind = "process"'
         ),
     )
 

@@ -93,7 +93,7 @@ FIXED = (
             "workflow.max_tool_tokens",
             "workflow.verifiers",
         ),  # fmt: skip
-        "the checkpoint holds rollouts that were begun in it, and would go on in another",
+        "the checkpoint holds rollouts that were begun in it, and would continue in another",
         while_held=True,
     ),
 )
@@ -239,8 +239,8 @@ def check_in_run(config: Config, key: str, value: Any) -> None:
         rule = next(
             (rule for rule in FIXED if any(fnmatch(key, name) for name in rule.keys) and not rule.while_held), None
         )
-        how = f"it is fixed: {rule.why}" if rule else "leave the session, and give it where you go on (resume=...)"
-        raise ConfigError(f"{key} cannot change while a run goes on ({', '.join(IN_RUN)} can): {how}")
+        how = f"it is fixed: {rule.why}" if rule else "leave the session, and set it when you resume (resume=...)"
+        raise ConfigError(f"{key} cannot change during a run ({', '.join(IN_RUN)} can): {how}")
     data = config.model_dump()
     put(data, key, value)
     try:

@@ -330,8 +330,8 @@ RULES: tuple[Rule, ...] = (
         ("rollout.overlap", "rollout.interrupt"),
         lambda c: c.rollout.overlap and c.rollout.interrupt in ("when_enough", "token_budget"),
         lambda c: (
-            f'rollout.overlap with rollout.interrupt = "{c.rollout.interrupt}": generation goes on when there is enough'
-            ' for a step. Set rollout.interrupt = "on_weight_update" (rollouts go on under new weights) or "never"'
+            f'rollout.overlap with rollout.interrupt = "{c.rollout.interrupt}": generation continues when there is'
+            ' enough for a step. Set rollout.interrupt = "on_weight_update" (rollouts continue under new weights) or "never"'
             " (they end under those they began with)"
         ),
     ),

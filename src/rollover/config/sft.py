@@ -87,7 +87,7 @@ def rules(algorithm: type[Table], others: tuple[str, ...]) -> tuple[Rule, ...]:
             ("algorithm.loss", "sft.path", "sft.rollouts"),
             lambda c: _on(c) and not (c.sft.path or c.sft.rollouts),
             "there are no examples to train on: set sft.path to a file of them, or sft.rollouts to the directory of"
-            " a run whose rollouts shall be trained",
+            " a run whose rollouts are the examples",
         ),
         Refused(
             ("algorithm.preset", "algorithm.loss"),

@@ -331,7 +331,7 @@ RULES: tuple[Rule, ...] = (
     Refused(
         ("engine.kind", "engine.urls", "engine.num_servers"),
         lambda c: _is_remote(c) and not c.engine.urls and not c.engine.num_servers,
-        'engine.kind = "remote" without a server: set engine.num_servers to the number that the run shall start, or'
+        'engine.kind = "remote" without a server: set engine.num_servers to the number of servers to start, or'
         " engine.urls to the addresses of those that run",
     ),
     Refused(
@@ -362,7 +362,7 @@ RULES: tuple[Rule, ...] = (
         ("model.lora.target_modules",),
         lambda c: "all-linear" in c.model.lora.target_modules and len(c.model.lora.target_modules) > 1,
         'model.lora.target_modules names layers beside "all-linear", which are among those. Set it to'
-        ' ["all-linear"]; what shall have no adapter is named in model.lora.exclude_modules',
+        ' ["all-linear"]; list layers without an adapter in model.lora.exclude_modules',
     ),
     Inert(
         ("engine.kv_memory_gb", "engine.prefill_chunk_tokens", "engine.device"),

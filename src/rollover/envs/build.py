@@ -81,7 +81,7 @@ class CustomEnvironment(RunEnvironment):
             raise failure if isinstance(failure, Exception) else RuntimeError(explained(failure)) from failure
         if answer is not None and (why := turn_error(answer, before, self.vocab_size)) is not None:
             raise InvalidTurn(
-                f"rollout.environment gave a wrong answer at rollout {rollout.rollout_id}: {why}. Mend it, and go on"
+                f"rollout.environment gave a wrong answer at rollout {rollout.rollout_id}: {why}. Fix it, and resume"
                 " with --resume"
             )
         return answer
@@ -92,7 +92,7 @@ class CustomEnvironment(RunEnvironment):
             return [Reward(None, error=f"rollout.environment failed: {explained(failure)}")] * len(rollouts)
         if (why := rewards_error(rewards, len(rollouts))) is not None:
             raise ValueError(
-                f"rollout.environment gave wrong rewards for group {rollouts[0].group_id}: {why}. Mend it, and go on"
+                f"rollout.environment gave wrong rewards for group {rollouts[0].group_id}: {why}. Fix it, and resume"
                 " with --resume"
             )
         return rewards

@@ -276,7 +276,7 @@ def _raise_stuck(lifecycle: Lifecycle) -> NoReturn:
     assert lag > most, "nothing runs and there is not enough for a step: the scheduler's proof is broken"
     raise ValueError(
         f"rollout.max_staleness = {most}: the engine may still sample under a policy {lag} versions old, so nothing"
-        " that it begins could be trained. Raise it, or mend what keeps new weights from the engine, and go on with"
+        " that it begins could be trained. Raise it, or fix what keeps new weights from the engine, and resume with"
         " --resume"
     )
 

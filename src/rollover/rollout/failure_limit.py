@@ -86,7 +86,7 @@ class FailureLimit:
         raise ValueError(
             f"rewards: none of {'the last' if started else 'the first'} {num_failed} groups got rewards.min_valid ="
             f" {lifecycle.min_valid_rewards} valid rewards of {config.rollouts_per_group}; {self._describe_causes()}."
-            " Mend that, and go on with --resume"
+            " Fix that, and resume with --resume"
         )
 
     def _describe_causes(self) -> str:
@@ -112,7 +112,7 @@ class FailureLimit:
         raise ValueError(
             f"filters: each of the last {num} scored groups was dropped (in the whole run: {counts}); the scores of the"
             f" last one are {scores}. Give tasks that the model solves sometimes, raise rollout.group_size or"
-            " filters.give_up_after_steps, or loosen [filters], and go on with --resume. The answers are in rollouts/"
+            " filters.give_up_after_steps, or loosen [filters], and resume with --resume. The answers are in rollouts/"
         )
 
     def on_group_failed(self) -> None:

@@ -317,4 +317,6 @@ class Checkpointing:
         except Exception as failure:
             newest = next(reversed(self.directory.store.list()), "the start")
             journal = " and its journal" if self.event_log.journal.num_bytes else ""
-            logger.warning(f"that checkpoint could not be written ({failure}): --resume goes on from {newest}{journal}")
+            logger.warning(
+                f"that checkpoint could not be written ({failure}): --resume continues from {newest}{journal}"
+            )

@@ -154,12 +154,12 @@ class RunDirectory:
         if names := self.store.list():
             raise ValueError(
                 f"checkpoint.dir = {self.store.dir!r} holds checkpoints of another run ({names[-1]} is the newest):"
-                " give another checkpoint.dir or run.dir, or go on with that run by --resume"
+                " give another checkpoint.dir or run.dir, or continue that run with --resume"
             )
         if self.mirror is not None and METRICS in self.mirror.files():
             raise ValueError(
                 f"checkpoint.dir = {self.store.dir!r} holds the files of another run, which had no checkpoint yet: give"
-                " another checkpoint.dir, or go on with that run by --resume"
+                " another checkpoint.dir, or continue that run with --resume"
             )
 
     def checkpoint_to_resume(self) -> str | None:
@@ -211,9 +211,9 @@ class RunDirectory:
             return None
         run = f"this run is finished: {end['step']} steps are trained"
         if self.config.train.num_steps <= end["step"]:
-            return f"{run}, and train.num_steps = {self.config.train.num_steps}. Raise it to go on"
+            return f"{run}, and train.num_steps = {self.config.train.num_steps}. Raise it to continue"
         if reason := early_stop_reason(self.evals.rows(), self.config.eval):
-            return f"{run}, and {reason}. Raise eval.patience, or set it to 0, to go on"
+            return f"{run}, and {reason}. Raise eval.patience, or set it to 0, to continue"
         if end["used_up"] and not self.tasks_changed:
             return f"{run}, and the {end['used_up']} are used up. Start a new run, or raise tasks.epochs of a data set"
         return None
@@ -232,8 +232,8 @@ class RunDirectory:
         if step > 0 and not self.metrics.reaches(step):
             if path.stat().st_size:
                 raise ValueError(
-                    f"{path} has no row of step {step}, from which this run goes on: rows are missing. Restore the"
-                    " file, or delete it to go on without the rows up to there"
+                    f"{path} has no row of step {step}, from which this run continues: rows are missing. Restore the"
+                    " file, or delete it to continue without the rows up to there"
                 )
             logger.warning(f"{path} is missing or empty: the rows of steps 1 to {step} are lost")
         (self.path / FINISHED).unlink(missing_ok=True)
@@ -280,7 +280,7 @@ class RunDirectory:
         except OSError as error:
             raise ValueError(
                 f"{folder / 'README.md'} cannot be written: {error.strerror}. The model beside it is whole. Make room,"
-                " or remove what is in its place, and go on with --resume"
+                " or remove what is in its place, and resume with --resume"
             ) from error
 
     def _earlier_config(self) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def _optional() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"--resume: {error}, or delete it to go on without what it says") from error
+        raise ValueError(f"--resume: {error}, or delete it to continue without its contents") from error
 
 
 def _model_card(config: Config, step: int, evaluation: Mapping[str, Any] | None) -> str:

@@ -33,7 +33,7 @@ HOOKS = {
     "on_train_end": "error",
 }
 _KEY = "run.hooks"
-_RETURNS = "without an error. Mend it, and go on with --resume"
+_RETURNS = "without an error. Fix it, and resume with --resume"
 
 
 class Hooks:
@@ -70,7 +70,7 @@ class Hooks:
         with blocked_warning.over_work(what, "called", self.watchdog.rollout_timeout_s):
             if not await self.stop.within(hook.awaited(value), grace_s):
                 logger.warning(
-                    f"{what} was cancelled, as it went on for {grace_s:g} s"
+                    f"{what} was cancelled, as it ran for {grace_s:g} s"
                     " (watchdog.grace_s) after the run was asked to stop"
                 )
 

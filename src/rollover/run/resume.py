@@ -162,7 +162,7 @@ class Resume:
         journal = f" and {replay.num_records} records of its journal ({replay.num_steps} steps)"
         logger.info(
             f"resumed from {name or 'the start'}{journal if replay.num_records else ''}:"
-            f" {held} rollouts in the cache go on where they were"
+            f" {held} rollouts in the cache continue where they were"
         )
         if changes := self.directory.changes:
             logger.info("settings that changed since:" + "".join(f"\n  {change}" for change in changes))
@@ -285,9 +285,9 @@ class Replay:
             found = "it with another prompt"
         if item is None or found != wanted:
             raise ValueError(
-                f"--resume: the journal goes on with task {wanted}, and [tasks] now gives {found}. Set back what makes"
-                " them ([tasks], tasks.before_produce, the data, the model's chat template, [reroll]), or delete the"
-                " folder journal/ in run.dir to go on from the checkpoint alone"
+                f"--resume: the journal continues with task {wanted}, and [tasks] now gives {found}. Restore what"
+                " makes them ([tasks], tasks.before_produce, the data, the model's chat template, [reroll]), or delete the"
+                " folder journal/ in run.dir to continue from the checkpoint alone"
             )
         group = self.lifecycle.admit(*item, meta["version"])
         assert group.group_id == meta["group"]

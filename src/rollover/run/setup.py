@@ -262,7 +262,7 @@ class Components:
         try:
             self.trainer.close()
         except Exception as error:  # boundary: a lost backend may raise anything
-            logger.warning(f"the backend that is lost could not be closed ({error}): the run goes on without it")
+            logger.warning(f"the backend that is lost could not be closed ({error}): the run continues without it")
 
 
 @dataclass

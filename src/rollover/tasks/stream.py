@@ -391,7 +391,7 @@ def _nothing_left(
     if num_failed >= tried:
         return (
             f"tasks.sources: no problem of {label!r} can be used: all of {tried} in a row failed, the last with:"
-            f" {last_failed}. Mend the source, or change tasks.sources.params"
+            f" {last_failed}. Fix the source, or change tasks.sources.params"
         )
     if stream.split == "train":
         why = f"all of {tried} in a row are held out"

@@ -104,7 +104,7 @@ def reason_nothing_trained(config: Config, rows: Sequence[Row]) -> str:
     of_rewards = f", and in {sum(alike) / len(alike):.0%} of the groups all rewards were equal" if alike else ""
     return (
         f"every gradient was 0{of_rewards}. Look at the answers and their scores in rollouts/, try easier or harder"
-        " tasks, or mend the reward function"
+        " tasks, or fix the reward function"
     )
 
 

@@ -270,7 +270,7 @@ def _empty_loss_reason(groups: list[Group], batch: Batch, oldest: int, distill: 
     causes = Counter[str]()
     for rollout in (r for g in groups for r in g.rollouts if not r.greedy):
         if not distill.replaces_for(rollout.role) and (rollout.reward is None or rollout.reward.missing):
-            causes["have no reward (mend the reward function)"] += 1
+            causes["have no reward (fix the reward function)"] += 1
         elif reason := masked.get(rollout.rollout_id):
             causes[_MASKED.get(reason, "are masked by a filter (loosen [filters])")] += 1
         elif max(rollout.versions, default=-1) < oldest:

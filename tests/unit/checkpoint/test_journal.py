@@ -293,7 +293,7 @@ def test_undeletable_files_are_reported(folder: Path, monkeypatch: pytest.Monkey
 def test_unreadable_file_is_an_error(folder: Path) -> None:
     (folder / "000001.journal").mkdir(parents=True)
     (folder / "000001.journal" / "something").touch()
-    with pytest.raises(ValueError, match=r"000001.journal cannot be read \(Is a directory\): mend that, or delete"):
+    with pytest.raises(ValueError, match=r"000001.journal cannot be read \(Is a directory\): fix that, or delete"):
         told(folder)
 
 

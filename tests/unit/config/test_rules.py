@@ -301,7 +301,7 @@ def test_refused(write, rollout, algorithm, part):
             '[rollout]\nin_flight_groups = 16\non_stale = "mask"\n[train]\npublish_every = 2',
             "max_staleness = 1 or more",
         ),
-        ('[rollout]\noverlap = true\ninterrupt = "when_enough"', "generation goes on when there is enough"),
+        ('[rollout]\noverlap = true\ninterrupt = "when_enough"', "generation continues when there is enough"),
         ('[rollout]\ninterrupt = "on_weight_update"', "without rollout.overlap"),
         ('[rollout]\noverlap = true\nmax_staleness = 1\non_stale = "drop"', "rather than that anything gets too old"),
         ('[algorithm]\nadvantage = "grop"', 'Did you mean "grpo"'),

@@ -181,7 +181,7 @@ def test_a_method_that_raises_is_named_with_what_it_must_do(name: str) -> None:
         CALLS[name](engine)
     text = str(error.value)
     assert text.startswith(f"engine.kind = 'mine.py:make': its {name} failed: KeyError: 'gpu' (") and "\n" not in text
-    assert "Mend it: it must" in text
+    assert "Fix it: it must" in text
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_method_that_raises_is_named_with_what_it_must_do(name: str) -> None:
      ("progress", nothing)],
 )  # fmt: skip
 def test_invalid_return_value_names_method_and_contract(name: str, returns: Any) -> None:
-    with pytest.raises(FunctionError, match=f"its {name} gave .*Mend it: it must .*return"):
+    with pytest.raises(FunctionError, match=f"its {name} gave .*Fix it: it must .*return"):
         CALLS[name](own(**{name: returns}))
 
 

@@ -173,4 +173,4 @@ def test_a_worker_that_is_stopped_while_it_loads_is_replaced(folder: Path, capfd
 
     (reward,), stats = asyncio.run(asyncio.wait_for(run(), 100))
     assert reward.score == 1 and (stats["rewards/crashes"], stats["rewards/retries"]) == (1, 1)
-    assert "was stopped (SIGSTOP) and does not go on: killed" in capfd.readouterr().err
+    assert "was stopped (SIGSTOP) and does not continue: killed" in capfd.readouterr().err

@@ -247,7 +247,7 @@ def test_missing_reward_causes_are_sorted_by_frequency() -> None:
         told.on_dropped(DropReason.TOO_FEW_REWARDS, rewards)
     with pytest.raises(ValueError) as raised:
         told.on_dropped(DropReason.TOO_FEW_REWARDS, of[2])
-    assert "; 7 are missing: timed out after 2 s (4 times); no page 2 (3 times). Mend that, and go on" in str(
+    assert "; 7 are missing: timed out after 2 s (4 times); no page 2 (3 times). Fix that, and resume" in str(
         raised.value
     )
 

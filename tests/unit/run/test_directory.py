@@ -173,7 +173,7 @@ def test_torn_line_before_the_checkpoint_is_an_error(tmp_path: Path) -> None:
     with open(metrics.path, "ab") as file:
         file.write(b'{"st\n' + json.dumps(row(2)).encode() + b"\n")
     directory = opened(tmp_path, resume=True)
-    with pytest.raises(ValueError, match="has no row of step 2, from which this run goes on"):
+    with pytest.raises(ValueError, match="has no row of step 2, from which this run continues"):
         directory.truncate(Cut(2))
     assert b'"step": 2' in metrics.path.read_bytes()
 
@@ -245,7 +245,7 @@ def test_finished_run_resumes_only_for_more_steps(tmp_path: Path) -> None:
     directory = with_steps(tmp_path, 2, 3)
     assert why(3) is None, "it may have ended before its last evaluation, or before its model was written"
     directory.end(3, "")
-    assert why(3) == "this run is finished: 3 steps are trained, and train.num_steps = 3. Raise it to go on"
+    assert why(3) == "this run is finished: 3 steps are trained, and train.num_steps = 3. Raise it to continue"
     assert why(4) is None
     assert why(3, checkpoint={"resume_from": "step-000002"}) is None
     directory.end(3, "tasks")

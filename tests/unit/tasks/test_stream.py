@@ -276,7 +276,7 @@ def test_a_source_whose_problems_all_fail_is_told_so(tmp_path, split):
     with pytest.raises(ValueError) as error:
         stream(source, split=split).take(1)
     assert str(error.value).startswith("tasks.sources: no problem of 'own' can be used: all of 5 in a row failed, the")
-    assert "has no text. Mend the source" in str(error.value) and "held out" not in str(error.value)
+    assert "has no text. Fix the source" in str(error.value) and "held out" not in str(error.value)
 
 
 def test_failed_problems_are_not_said_to_be_held_out(tmp_path):

@@ -28,7 +28,7 @@ class Matcher:
         """Advance by these tokens. Raises ValueError if the structure forbids them."""
         if not self._matcher.consume_tokens(tokens):
             raise ValueError(
-                "rollout.logits: the answer so far has not the structure that it shall have"
+                "rollout.logits: the answer so far has not the required structure"
                 f" ({self._matcher.get_error() or 'it was begun without one'})"
             )
 

@@ -230,7 +230,7 @@ class LocalRanks:
                 rank, code = self._workers.index(ended), ended.exit_code
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 if ended.stopped_s >= self._timeout_s:
-                    how = f"was stopped, and did not go on within {self._timeout_s:g} s"
+                    how = f"was stopped, and did not continue within {self._timeout_s:g} s"
             others = f": the other {self.num - 1} were ended" if self.num > 1 else ""
             log = self._logs[rank]
             self._why = f"rank {rank} of {self.num} {how or 'closed its connection'} (in {verb}){others}" + (

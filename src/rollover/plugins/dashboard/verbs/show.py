@@ -68,7 +68,7 @@ def now(files: IndexedRun) -> dict[str, str]:
     found = {"state": f"{state}: {holder}" if state == "running" and holder else state}
     if state == "stopped":
         command, folder = files.resume
-        found["state"] += f"; to go on{', in ' + folder if folder else ''}: {command}"
+        found["state"] += f"; to continue{', in ' + folder if folder else ''}: {command}"
     found["step"] = f"{rows[-1]['step'] if rows else 0} of {'?' if num_steps is None else num_steps}"
     if not rows:
         return found

@@ -205,7 +205,7 @@ def read_tables(path: Path) -> dict[str, Any]:
 def give_usual_mode(path: str | Path) -> None:
     """Give a file the mode that open() gives (0666 less the umask).
 
-    safetensors leaves 0600, and then nobody else can read the model.
+    safetensors leaves 0600, so that other users cannot read the model.
     """
     path = Path(path)
     example = path.with_name(f".{path.name}.mode-{os.getpid()}")

@@ -106,7 +106,7 @@ def end_of_service(limit_s: float = END_S) -> asyncio.Future[int]:
     or a thread may hang in a read. So a thread waits for signals, and not the event loop.
     """
     loop = asyncio.get_running_loop()
-    told: asyncio.Future[int] = loop.create_future()
+    code_future: asyncio.Future[int] = loop.create_future()
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -118,13 +118,13 @@ def end_of_service(limit_s: float = END_S) -> asyncio.Future[int]:
         while code is None:
             code = next((_EXIT_CODES[number] for number in os.read(woken, 1) if number in _EXIT_CODES), None)
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: told.done() or told.set_result(code))
+            loop.call_soon_threadsafe(lambda: code_future.done() or code_future.set_result(code))
         time.sleep(limit_s)
         os.write(2, f"rollover: the server did not end within {limit_s:g} s of the signal: killed\n".encode())
         os._exit(code)
 
     threading.Thread(target=watch, daemon=True, name="signals").start()
-    return told
+    return code_future
 
 
 async def body_of(request: Request, most_bytes: int) -> bytes | int:

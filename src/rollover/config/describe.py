@@ -48,7 +48,7 @@ def schema() -> str:
 def lines_of(table: Table, line: Line, key: str = "", *, header: str = "[{}]", path: str = "") -> list[str]:
     """Lines of TOML: headers, docs, and `line` for each value ("": none). Of a list of tables the first is explained.
 
-    `key` is the name in the header, `path` the dotted name that `line` is told (with the index of an array's element).
+    `key` is the name in the header, `path` the dotted name for `line` (with the index of an array's element).
     """
     path = path or key
     lines = []

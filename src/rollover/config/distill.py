@@ -64,7 +64,7 @@ class DistillConfig(Table):
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the teacher has earlier weights of the policy, which are taken anew every `refresh_steps`."""
+        """Whether the teacher has earlier weights of the policy, updated every `refresh_steps`."""
         return self.teacher == "policy" and self.refresh_steps > 1
 
     @property

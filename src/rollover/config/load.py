@@ -58,7 +58,7 @@ def load_config(
     """Return the configuration of `files`, changed by `overrides` (dotted key, text of a TOML value or a plain string).
 
     In place of a file there may be a mapping (tables as in a file, or values by dotted keys), or settings of a run's
-    directory, which are refused where they name code that nobody trusts: before anything of it is imported.
+    directory, which are refused where they name untrusted code, before any of it is imported.
     `require_sources = False` is for programs that need a model and no tasks. `under`: what the workflow of a
     configuration, which is not settled yet, says by itself, as dotted keys that lie below all files.
     Raises ConfigError for a missing or malformed file, an unknown key, a wrong type, a value out of range, an option

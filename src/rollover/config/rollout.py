@@ -331,8 +331,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.overlap and c.rollout.interrupt in ("when_enough", "token_budget"),
         lambda c: (
             f'rollout.overlap with rollout.interrupt = "{c.rollout.interrupt}": generation continues when there is'
-            ' enough for a step. Set rollout.interrupt = "on_weight_update" (rollouts continue under new weights) or "never"'
-            " (they end under those they began with)"
+            ' enough for a step. Set rollout.interrupt = "on_weight_update" (rollouts continue under new weights) or'
+            ' "never" (they end under those they began with)'
         ),
     ),
     Refused(

@@ -73,8 +73,10 @@ class Config(Table):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> "Config":
-        """ValueError for what load_config refuses, options without effect among it: a configuration is legal wherever a
-        Config is made, or nowhere. What was set is told by `model_fields_set`, so a `model_dump()` sets everything."""
+        """Raise ValueError for what load_config refuses, options without effect among it.
+
+        `model_fields_set` tells what was set, so a `model_dump()` sets everything.
+        """
         if info.context is not UNSETTLED:
             refuse(self, rules_of(self), set(given(self)))
         return self

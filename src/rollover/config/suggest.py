@@ -1,7 +1,7 @@
 """Messages about what a configuration names wrongly: which table, key or flag was meant.
 
 Owns the rule of what is alike: a table is compared with tables, a key first with those of its own table, an option
-first with those of its own verb; what resembles nothing is told so, because a far guess is worse than none.
+first with those of its own verb; without a similar name no guess is made.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class WorkflowConfig(Table):
 
     @property
     def agent(self) -> str:
-        """The option that names who plays whole episodes; "" if nobody does."""
+        """The option that names the agent of whole episodes; "" without an agent."""
         return next((f"workflow.{name}" for name in ("function", "command", "verifiers") if getattr(self, name)), "")
 
     def advantage_of(self, role: str, default: str) -> str:
@@ -218,7 +218,7 @@ def _unknown(config: Any) -> str:
 
 
 def _impossible(config: Any) -> list[str]:
-    """Return the roles that no trajectory can have: where nobody names roles all of them are those of the policy."""
+    """Return the roles that no trajectory can have: without an agent, all trajectories have the role policy."""
     named = config.workflow.agent or config.tasks.producer or config.run.train_on_recorded
     return [] if named else sorted(config.workflow.roles.keys() - {"policy"})
 

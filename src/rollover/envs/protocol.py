@@ -108,7 +108,7 @@ class RunEnvironment(Environment):
         """Restore what was kept of a held rollout (`Keep`), by name; also by an earlier process."""
 
     def has_lost(self, rollout: Rollout) -> bool:
-        """Whether a held rollout at which nobody is at work can neither go on nor be scored, and has to begin again."""
+        """Whether an idle held rollout can neither continue nor be scored, and has to restart."""
         return False
 
     def on_restart(self, rollout: Rollout, kept: Mapping[str, Any]) -> None:

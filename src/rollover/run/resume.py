@@ -286,8 +286,8 @@ class Replay:
         if item is None or found != wanted:
             raise ValueError(
                 f"--resume: the journal continues with task {wanted}, and [tasks] now gives {found}. Restore what"
-                " makes them ([tasks], tasks.before_produce, the data, the model's chat template, [reroll]), or delete the"
-                " folder journal/ in run.dir to continue from the checkpoint alone"
+                " makes them ([tasks], tasks.before_produce, the data, the model's chat template, [reroll]), or delete"
+                " the folder journal/ in run.dir to continue from the checkpoint alone"
             )
         group = self.lifecycle.admit(*item, meta["version"])
         assert group.group_id == meta["group"]

@@ -186,7 +186,7 @@ class CustomTracker(CountingTracker):
             result = event()
             if inspect.iscoroutine(result):
                 result.close()
-                raise TypeError(f"{result.__qualname__} is an async def, which nobody awaits: write def")
+                raise TypeError(f"{result.__qualname__} is an async def, which is never awaited: write def")
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # boundary: the user's tracker

@@ -121,7 +121,7 @@ class Late(Tracker):
 def test_an_async_def_is_a_failure_that_is_told() -> None:
     trackers, said = guarded(Late())
     trackers.on_step({"step": 1})
-    assert len(said) == 1 and "Late.on_step is an async def, which nobody awaits" in said[0]
+    assert len(said) == 1 and "Late.on_step is an async def, which is never awaited" in said[0]
     assert trackers.stats() == {"trackers/failed": 1}
 
 

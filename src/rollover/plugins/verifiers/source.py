@@ -22,7 +22,7 @@ def taskset_source(setup: SourceSetup) -> TasksetSource:
     tasks = load_tasks(config.name, params)
     if held_out and tasks.num is None:
         raise ValueError(
-            f"{KEY}_eval: the taskset {config.name!r} has no end with {params}: nobody can say what is held out"
+            f"{KEY}_eval: the taskset {config.name!r} has no end with {params}: it is unknown what is held out"
         )
     return TasksetSource(tasks, params, setup.label, setup.reward)
 

@@ -51,8 +51,8 @@ def main() -> None:
     control.send(b"u")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        told, ends, _, _ = socket.recv_fds(control, 1, 2)
-        if not told:
+        message, ends, _, _ = socket.recv_fds(control, 1, 2)
+        if not message:
             return
         if os.fork() == 0:
             control.close()
@@ -170,8 +170,8 @@ def run_child(
     ours = {"in": pipes["in"][1]} | {name: pipes[name][0] for name in ("out", "err", "result")}
     for name, ends in pipes.items():
         os.close(ends[name != "in"])
-    if (told := _open_pidfd(child)) is not None:
-        ours["end"] = told
+    if (pidfd := _open_pidfd(child)) is not None:
+        ours["end"] = pidfd
     try:
         return _watch(child, ours, stdin, request, on_line)
     finally:

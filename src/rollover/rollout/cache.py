@@ -89,7 +89,7 @@ class RolloutCache:
         return group
 
     def start(self, rollout_id: str) -> None:
-        """WAITING or PARKED -> RUNNING."""
+        """Move a WAITING or PARKED rollout to RUNNING."""
         rollout = self._rollouts[rollout_id]
         assert rollout.num_tokens < self.max_new_tokens, f"rollout {rollout_id} has no budget left"
         _move(rollout, _RUNNING)
@@ -114,7 +114,7 @@ class RolloutCache:
                 rollout.add(segment)
 
     def park(self, rollout_id: str) -> None:
-        """RUNNING or ACTING -> PARKED, or -> WAITING if it has no token."""
+        """Move a RUNNING or ACTING rollout to PARKED, or to WAITING if it has no token."""
         rollout = self._rollouts[rollout_id]
         assert rollout.num_tokens < self.max_new_tokens, (
             f"rollout {rollout_id} is out of budget: it stopped, it is not parked"
@@ -123,7 +123,7 @@ class RolloutCache:
         rollout.stop_reason = None
 
     def finish(self, rollout_id: str, stop_reason: StopReason, *, acts: bool = False) -> None:
-        """RUNNING or ACTING -> SCORING: the generation stopped. RUNNING -> ACTING (`acts`): only its turn stopped."""
+        """Move a RUNNING or ACTING rollout to SCORING, or with `acts` (only its turn stopped) to ACTING."""
         assert stop_reason is not StopReason.PAUSED, "PAUSED belongs to a segment, never to a stopped rollout"
         rollout = self._rollouts[rollout_id]
         _move(rollout, RolloutState.ACTING if acts else RolloutState.SCORING)
@@ -164,7 +164,7 @@ class RolloutCache:
     # Rollouts of an Episode: they join and leave with the calls of its agent
 
     def begin_acting(self, rollout_id: str) -> None:
-        """WAITING, without a token, -> ACTING: the agent of its Episode runs, before its first call."""
+        """Move a WAITING rollout without a token to ACTING: its agent runs before its first call."""
         rollout = self._rollouts[rollout_id]
         assert not rollout.segments, f"rollout {rollout_id} has tokens: its Episode has begun"
         _move(rollout, RolloutState.ACTING)

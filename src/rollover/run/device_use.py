@@ -61,7 +61,7 @@ class DeviceUse:
 
 
 def _cpu_by_process() -> dict[int, tuple[str, float]]:
-    """pid -> (role, seconds of CPU time) of this process and its descendants that run."""
+    """Return pid -> (role, seconds of CPU time) of this process and its descendants that run."""
     found = {os.getpid(): ("controller", sum(os.times()[:2]))}
     for process in descendants(os.getpid()):
         with contextlib.suppress(psutil.Error):

@@ -108,7 +108,7 @@ class StepLog:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Counts the seconds of a block as `name`: train, weights, checkpoint, eval or sleep."""
+        """Count the seconds of a block as `name`: train, weights, checkpoint, eval or sleep."""
         started = time.perf_counter()
         try:
             with self.components.trace.span(name):

@@ -63,7 +63,7 @@ class Stop:
             self._loop.call_soon_threadsafe(self._stop)
 
     def on_signal(self, number: int, frame: object) -> None:
-        """The handler of both signals, in the main thread: the first requests a stop, the second interrupts."""
+        """Handle both signals, in the main thread: the first requests a stop, the second interrupts."""
         if self._loop is not None and self._loop.is_closed():
             return  # the run has ended
         if self.requested:

@@ -97,31 +97,31 @@ class Tracker:
     """
 
     def on_start(self, run: RunInfo) -> None:
-        """Called once, before everything else. Nothing is loaded yet."""
+        """Start, before everything else. Nothing is loaded yet."""
 
     def truncate(self, cut: Cut) -> None:
-        """Remove everything after `cut`. Called before the first step of a process, and after a backend failure."""
+        """Remove everything after `cut`, before the first step of a process and after a backend failure."""
 
     def on_step(self, row: Row) -> None:
-        """Called after each step with its row of metrics.jsonl (docs/metrics.md)."""
+        """Log a step by its row of metrics.jsonl (docs/metrics.md)."""
 
     def on_eval(self, row: Mapping[str, Any]) -> None:
-        """Called after each evaluation with its row of eval.jsonl."""
+        """Log an evaluation by its row of eval.jsonl."""
 
     def on_groups(self, step: int, groups: Sequence[RecordedGroup]) -> None:
-        """Called with the groups that left the run since the last call.
+        """Log the groups that left the run since the last call.
 
         These are the groups that `step` trained (sent before its row), and dropped groups.
         """
 
     def on_phase(self, name: str) -> None:
-        """Called when a phase begins: "generating", "training", "writing a checkpoint"."""
+        """Show the phase that begins: "generating", "training", "writing a checkpoint"."""
 
     def on_message(self, text: str) -> None:
-        """Called with a line for the user."""
+        """Show a line for the user."""
 
     def close(self) -> None:
-        """Called once, at the end, also after an error."""
+        """End, also after an error."""
 
     @property
     def wants_groups(self) -> bool:

@@ -378,7 +378,7 @@ class Conversations:
         return Opens(_prompt(call, chats), found.reason)
 
     def _place_of_prompt(self, call: Call, chats: Chats) -> Continues | Opens:
-        """A prompt that begins with all tokens of a Rollout continues it."""
+        """Continue the Rollout with whose tokens the prompt begins."""
         prompt = _prompt(call, chats)
         ids = prompt.ids
         if not ids:

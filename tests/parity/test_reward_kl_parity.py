@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from local_trainer import build_batch
-from rollover.config import AlgorithmConfig, DistillConfig
+from rollover.config import AlgorithmConfig, Config
 from rollover.trainer.batch import sampled
 from rollover.trainer.kept_weights import KeptVersions, KeptWeights
 from rollover.trainer.reward_kl import RewardKL
@@ -134,10 +134,10 @@ def test_a_refreshed_reference_is_trls_bit_for_bit(alpha: float) -> None:
     policy, reference = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
     reference.load_state_dict(policy.state_dict())
     callback = callbacks.SyncRefModelCallback(reference, accelerator)
-    of = AlgorithmConfig.model_validate({"kl_coef": 0.1, "reference_refresh_steps": 2, "reference_mixup": alpha})
+    config = Config(algorithm={"kl_coef": 0.1, "reference_refresh_steps": 2, "reference_mixup": alpha})
     args = SimpleNamespace(ref_model_sync_steps=2, ref_model_mixup_alpha=alpha)
     kept = KeptWeights(dict(policy.named_parameters()))
-    versions = KeptVersions(kept, of, DistillConfig(), 0)
+    versions = KeptVersions(kept, config)
     versions.begin()
     for version in range(1, 6):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The user's own functions: loading, their errors in one line, and live objects."""
+"""Custom functions: loading, their errors in one line, and live objects."""
 
 from __future__ import annotations
 
@@ -452,9 +452,7 @@ def test_the_page_lists_what_each_function_may_look_at_and_every_option() -> Non
     assert groups <= named, "every kind of entry point"
     options = {key for key in named if "." in key} - groups
     # Every option whose description speaks of the user's own function or class has its row.
-    own = {
-        name for name, info in leaves() if re.search(r"[Yy]our own (async )?(function|class)", info.description or "")
-    }
+    own = {name for name, info in leaves() if re.search(r"[Cc]ustom (async )?(function|class)", info.description or "")}
     sources = {
         name for name, info in leaves(TaskSourceConfig, "tasks.sources.") if "path.py:" in (info.description or "")
     }

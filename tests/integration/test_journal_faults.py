@@ -90,7 +90,7 @@ def test_nobody_goes_on_after_another_prompt(tmp_path: Path, capsys, checkpointe
         train_until(capsys, 2, recipe)
     code, text = train(capsys, recipe, "--resume", "--tasks.instruction", "Think hard")
     if not checkpointed:
-        assert code == 2 and "and [tasks] now gives it with another prompt. Set back what makes them" in text, text
+        assert code == 2 and "and [tasks] now gives it with another prompt. Restore what makes them" in text, text
         assert train(capsys, recipe, "--resume")[0] == 0
     check_whole(tmp_path / "run", 4)
     kept = [r for r in runs.records(tmp_path / "run") if r["step"] > 2 and r["segments"][0]["policy_version"] < 2]

@@ -1,8 +1,8 @@
 """asyncio.run, and the end of the process, in bounded time, even if user code hangs.
 
-run_bounded   asyncio.run: a task that ignores its cancellation is logged and abandoned
-abandon       cancels a task that nothing waits for
-bound_end     the command line's process: a thread that does not end is logged and abandoned
+run_bounded            asyncio.run: a task that ignores its cancellation is logged and left behind
+cancel_in_background   cancels a task without waiting for its end
+bound_end              the command line's process: a thread that does not end is logged and left behind
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CANCEL_AGAIN_S = 1.0
 _MOST_NAMED = 5
 _grace_s = GRACE_S  # of the last run of this process
 _waited = False  # whether that run has waited for threads already
-_abandoned: set[asyncio.Future[Any]] = set()  # asyncio drops tasks without a reference
+_cancelled: set[asyncio.Future[Any]] = set()  # asyncio drops tasks without a reference
 
 
 def run_bounded(work: Coroutine[Any, Any, Result], grace_s: float) -> Result:
@@ -88,11 +88,11 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
 
 
-def abandon(task: asyncio.Future[Any]) -> None:
-    """Cancel a task that nothing waits for any more, and keep it until it ends."""
+def cancel_in_background(task: asyncio.Future[Any]) -> None:
+    """Cancel a task without waiting for its end. Its result or error is discarded."""
     task.cancel()
-    _abandoned.add(task)
-    task.add_done_callback(_end_abandoned)
+    _cancelled.add(task)
+    task.add_done_callback(_end_cancelled)
 
 
 def bound_end(code: int) -> None:
@@ -103,8 +103,8 @@ def bound_end(code: int) -> None:
 # Private
 
 
-def _end_abandoned(task: asyncio.Future[Any]) -> None:
-    _abandoned.discard(task)
+def _end_cancelled(task: asyncio.Future[Any]) -> None:
+    _cancelled.discard(task)
     _ = task.cancelled() or task.exception()  # read it, so that asyncio does not warn
 
 

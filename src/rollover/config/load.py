@@ -115,7 +115,7 @@ def _layers(stack: Sequence[tuple[str, Values]]) -> Layers:
 
 
 def _flattened(data: Values, label: str, renames: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of the tables of a layer; appends a notice for each key of an earlier version."""
+    """Yield dotted keys and values of a layer, upgraded in place. Adds a notice for each old key to `renames`."""
     try:
         messages = upgrade(data)
     except ConfigError as error:

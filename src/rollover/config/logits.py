@@ -42,8 +42,8 @@ class LogitsProcessing:
 
 
 class LogitsConfig(Table):
-    """[rollout.logits]: penalties, bans and structure. The behavior log-probs are those of what is sampled from then,
-    so each of them requires a correction, as truncation does."""
+    """[rollout.logits]: penalties, bans and structure. Behavior log-probs are those of the processed distribution, so
+    each option requires a correction, as truncation does."""
 
     repetition_penalty: float = option(
         1.0,

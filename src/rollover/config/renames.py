@@ -21,8 +21,8 @@ RENAMED = {
 FORMER_NAMES = "The former name works until 0.2.0; `rollover config --upgrade FILE` rewrites a file"
 # New values of old ones, where the meaning of a value changed with the key.
 _VALUES: dict[str, Callable[[Any], Any]] = {
-    "algorithm.off_policy_mask_threshold": lambda old: old or math.inf
-}  # 0: off
+    "algorithm.off_policy_mask_threshold": lambda old: old or math.inf,  # 0 was off
+}
 
 
 def upgrade(tables: MutableMapping[str, Any]) -> list[str]:
@@ -41,10 +41,10 @@ def upgrade(tables: MutableMapping[str, Any]) -> list[str]:
         put(tables, new, _VALUES[old](value) if old in _VALUES else value)
         messages.append(f"{old} is called {new} now")
     algorithm = _table(tables, "algorithm")
-    if isinstance(name := algorithm.get("rejection"), str):  # one estimate, whose bound was an option of its own
+    if isinstance(name := algorithm.get("rejection"), str):  # the estimate; rejection_high was its bound
         bound = tables["algorithm"].pop("rejection_high", 0.1)
         tables["algorithm"]["rejection"] = {} if name == "none" else {name: bound}
-        messages.append("algorithm.rejection is a table of bounds by estimate now, and has that of rejection_high")
+        messages.append("algorithm.rejection is a table of bounds by estimate now, and replaces rejection_high")
     return messages
 
 

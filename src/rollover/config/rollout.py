@@ -122,7 +122,7 @@ class RolloutConfig(Table):
     )
     stop: list[str] = option([], "Strings that end a rollout; they stay in its text.")
     stop_token_ids: list[int] = option([], "Token ids that end a rollout, besides EOS.")
-    logits: LogitsConfig = Field(default_factory=LogitsConfig, description="What is done to logits before a draw.")
+    logits: LogitsConfig = Field(default_factory=LogitsConfig, description="Processing of logits before sampling.")
 
     @property
     def sampling(self) -> SamplingParams:

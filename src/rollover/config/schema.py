@@ -75,7 +75,7 @@ class Config(Table):
     def _check(self, info: ValidationInfo) -> "Config":
         """Raise ValueError for what load_config refuses, options without effect among it.
 
-        `model_fields_set` tells what was set, so a `model_dump()` sets everything.
+        Options in `model_fields_set` count as set, so a `model_dump()` sets everything.
         """
         if info.context is not UNSETTLED:
             refuse(self, rules_of(self), set(given(self)))
@@ -95,7 +95,7 @@ class Config(Table):
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether it is recorded what training made of each token."""
+        """Whether per-token statistics of training are recorded."""
         return self.records_rollouts and self.track.token_stats
 
     @property

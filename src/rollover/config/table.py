@@ -21,8 +21,7 @@ from rollover import registry
 # nothing is refused. load_config refuses by itself, and tells which layer set what.
 UNSETTLED = object()
 
-
-OWN = "module:function"  # among the values of a condition: any function of the user's own
+OWN = "module:function"  # among the values of a condition: any custom function
 Condition = tuple[Any, ...]
 """(key, value, ...): the option behind the key has one of these values. (key,) alone: it is set, which 0, "", "none"
 and false are not."""
@@ -58,7 +57,7 @@ class Table(BaseModel):
     )
 
     only_if: ClassVar[Condition] = ()
-    """A condition of every option of this table, but for the option that it is about."""
+    """A condition of every option of this table, except for the option that the condition reads."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -22,11 +22,11 @@ def _words(value: Any) -> Any:
 class RoleConfig(Table):
     """[workflow.roles.NAME]: training of the trajectories of one role."""
 
-    trained: bool = option(True, "Whether they are; if not, they leave the loss.")
+    trained: bool = option(True, "Train the trajectories of this role; otherwise they leave the loss.")
     advantage: str = option(
-        "", "Their advantage estimator, as of algorithm.advantage; empty: that one.", entry_points="advantages"
+        "", "Advantage estimator of this role; empty = algorithm.advantage.", entry_points="advantages"
     )
-    weight: float = option(1.0, "What their advantages are multiplied by.", gt=0)
+    weight: float = option(1.0, "Factor of the advantages of this role.", gt=0)
 
 
 PER_STEP = "per_step"

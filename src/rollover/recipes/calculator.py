@@ -32,7 +32,7 @@ class Calculator:
         """Do nothing: the tool has no state. The task's reward takes the last number as the answer."""
 
     def calculate(self, expression: str) -> str:
-        """Calculate an arithmetic expression.
+        """The value of an arithmetic expression.
 
         Args:
             expression: numbers, parentheses and + - * / // % **, such as 12*(3+4)

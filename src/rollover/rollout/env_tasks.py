@@ -22,7 +22,7 @@ from rollover.config.workflow import WorkflowConfig
 from rollover.envs.protocol import InvalidTurn, StateLost
 from rollover.functions import Causes, explained, was_cancelled
 from rollover.rollout.lifecycle import end_segment
-from rollover.shutdown import abandon
+from rollover.shutdown import cancel_in_background
 from rollover.types import Rollout, Segment, StopReason
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class EnvTasks:
             self._used_s.pop(rollout_id, None)
         for task in [task for task, each in self._running.items() if each.rollout.rollout_id in ids]:
             del self._running[task]
-            abandon(task)
+            cancel_in_background(task)
         self._update_timer()
 
     def cancel_all(self) -> list[EnvTask]:
@@ -144,7 +144,7 @@ class EnvTasks:
         tasks = list(self._running)
         self._running.clear()
         for task in tasks:
-            abandon(task)
+            cancel_in_background(task)
         self._update_timer()
         return tasks
 
@@ -201,7 +201,7 @@ class EnvTasks:
 
     def _time_out(self, task: EnvTask) -> None:
         running = self._running.pop(task)
-        abandon(task)
+        cancel_in_background(task)
         timed_out: EnvTask = asyncio.get_running_loop().create_future()
         timed_out.set_result(end_segment(running.rollout, StopReason.TIMEOUT))
         self._running[timed_out] = running

@@ -41,7 +41,7 @@ from rollover.rollout.lifecycle import (
 )
 from rollover.rollout.requests import ExtendFailed, Requests, RetryingEngine
 from rollover.rollout.watchdog import Action, Stall, Watchdog
-from rollover.shutdown import abandon
+from rollover.shutdown import cancel_in_background
 from rollover.types import DropReason, Group, Reward, Rollout, RolloutState, Segment, StopReason
 from rollover.workflows.conversations import MODEL
 from rollover.workflows.turns import EpisodePlace
@@ -168,7 +168,7 @@ class Player:
         for state in (self.extends, self.scorings, self._known_segments, self._dropping, self.watchdog):
             state.clear()
         for task in tasks:
-            abandon(task)
+            cancel_in_background(task)
         acting = self.env_tasks.cancel_all()
         if self.episodes is not None:
             self.episodes.end_all()
@@ -239,12 +239,12 @@ class Player:
                 self._drop_soon(rollout.group_id, DropReason.STALLED, stall.what)
             case Action.ABANDON:
                 self._end_extend(task, self._known_segments.pop(task))
-                abandon(task)
+                cancel_in_background(task)
                 self._drop_soon(rollout.group_id, DropReason.STALLED, stall.what)
 
     def _on_stalled_scoring(self, stall: Stall, task: ScoringTask) -> None:
         job = self.scorings.pop(task)
-        abandon(task)
+        cancel_in_background(task)
         if stall.action is Action.RESCORE:
             self._start_scoring(job)
         else:
@@ -430,7 +430,7 @@ class Player:
     def _cancel_scoring(self, task: ScoringTask) -> None:
         """Cancel a scoring. Its rollouts stay unscored, and are scored again."""
         self.watchdog.on_scoring_end(self.scorings.pop(task).key, now())
-        abandon(task)
+        cancel_in_background(task)
 
     def _end_scoring(self, task: ScoringTask) -> None:
         job = self.scorings.pop(task)

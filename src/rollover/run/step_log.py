@@ -1,9 +1,9 @@
-"""What a step leaves behind: its row of metrics, and a record of each of its groups; both go to the trackers.
+"""Log of training steps: the row of metrics, and a record of each group, sent to the trackers.
 
     the loop ──▶ StepLog.on_step ──▶ row, checked (ledger, staleness bound) ──────────┐
                       └─▶ GroupRecords ◀──dropped── Lifecycle    ──▶ RecordedGroup ──┴──▶ trackers (track/tracker.py)
 
-A step that breaks an invariant ends the run before it is reported. Owns what the counters of other components were at
+A step that breaks an invariant ends the run before it is reported. Owns the counters of other components as of
 the row before, the seconds that a step spends on each kind of work, and the dropped groups that are not reported yet.
 """
 

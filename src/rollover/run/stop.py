@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from rollover.shutdown import abandon
+from rollover.shutdown import cancel_in_background
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Stop:
             await asyncio.wait([task, signalled], return_when=asyncio.FIRST_COMPLETED)
             if not self.requested:
                 return task.result()
-            abandon(task)
+            cancel_in_background(task)
             await asyncio.wait([task], timeout=grace_s)
             return None
         finally:
@@ -104,7 +104,7 @@ class Stop:
             if task.done():
                 task.result()
                 return True
-            abandon(task)
+            cancel_in_background(task)
             await asyncio.wait([task], timeout=grace_s)
             return False
         finally:

@@ -465,9 +465,9 @@ def test_training_goes_on_while_rewards_misbehave(tmp_path: Path, capsys, monkey
     counted = [last[f"rewards/{kind}"] for kind in kinds]
     faults = sorted(int(path.name) // 2 % 7 for path in (tmp_path / "faults").iterdir() if path.name != "0")
     of_kind = [sum(fault in kind for fault in faults) for kind in ((0, 4), (1, 2), (3,), (5, 6))]
-    # Each of the two workers may be at a call when the run ends.
+    # Each of the two workers may be at a call when the run ends. On a loaded machine other calls time out too.
     not_over = [begun - num for begun, num in zip([*of_kind, 0, 0], counted, strict=True)]
-    assert min(not_over) >= 0 and sum(not_over) <= 2
+    assert not_over[0] <= 2 and min(not_over[1:]) >= 0 and sum(not_over[1:]) <= 2
     assert min(of_kind) >= 1, "the run met every kind"
     assert sum(row["reward/missing"] for row in rows) > 0 and last["dropped/too_few_rewards/groups"] == 0
     assert last["rewards/busy_workers"] == last["rewards/queue"] == 0

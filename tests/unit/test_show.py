@@ -32,7 +32,7 @@ def test_a_stopped_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = squeezed(show(capsys, write_run(tmp_path)))
     for part in (
         "told: 3 steps",
-        f"state stopped; to go on: rollover train FILE.toml --run.dir {tmp_path} --resume",
+        f"state stopped; to continue: rollover train FILE.toml --run.dir {tmp_path} --resume",
         "step 3 of 5",
         "reward 0.200 -> 0.200 (means of the first and the last 3 steps)",
         "generated 61 100%",

@@ -31,7 +31,7 @@ def train(
       a name as `path.py:function` or `exact_match`; or a list of these, whose scores are summed.
     - eval_tasks: held-out dicts, or a file; without them a share of `tasks` is held out (`tasks.eval_fraction`).
     - config: a TOML file, a dict, or a list of both; later ones override earlier ones.
-    - resume: the directory of a run to go on with. Its settings are those of that run; functions and tasks that it was
+    - resume: the directory of a run to continue. Its settings are those of that run; functions and tasks that it was
       given as objects are given again. So are functions of files, programs and addresses that its configuration names.
     - trust: run what the configuration of `resume` names without that: the directory is your own, or you have read it.
     - overrides: any key of the configuration: `num_steps=20` where one table alone has the name (or [run], [rollout]),

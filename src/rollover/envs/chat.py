@@ -121,7 +121,7 @@ class Chat:
         ValueError for other roles, no message, or if the template refuses the messages or does not end the turn.
         """
         if not messages:
-            raise ValueError("there is no new message to go on with")
+            raise ValueError("there is no new message to continue with")
         for message in messages:
             if (role := message.get("role")) not in ROLES:
                 raise ValueError(f"a message of the role {role!r} cannot follow a turn: {', '.join(ROLES)} can")

@@ -216,7 +216,7 @@ def test_an_answer_that_was_begun_otherwise_is_refused_alone() -> None:
 
     async def both(target: EmbeddedEngine) -> list[Segment]:
         right = target.extend(asked("1-0", PROMPTS[1], 8, REGEX))
-        with pytest.raises(ValueError, match="structure that it shall have"):
+        with pytest.raises(ValueError, match="has not the required structure"):
             await target.extend(wrong)
         return await right
 

@@ -574,10 +574,10 @@ ROWS = (
     *without("no tokens are added to the vocabulary", "tokens", neutral=([],)),
     *without("no tokens are added to the vocabulary", "added_tokens_overrides", neutral=({},)),
     *without("the model's own tokenizer is used", "tokenizer_config", neutral=()),
-    *without("Axolotl's GRPO does not hand it on, so that it has no effect there. If it shall have"
-        " one, set `model.chat_template_kwargs`", "trl.chat_template_kwargs", neutral=({},)),
-    *without("Axolotl's GRPO does not hand it on, so that it has no effect there. If it shall have"
-        " one, set `[rollout]` and `[rollout.logits]`", "trl.generation_kwargs", neutral=({},)),
+    *without("Axolotl's GRPO does not hand it on, so it has no effect there. To use it here,"
+        " set `model.chat_template_kwargs`", "trl.chat_template_kwargs", neutral=({},)),
+    *without("Axolotl's GRPO does not hand it on, so it has no effect there. To use it here,"
+        " set `[rollout]` and `[rollout.logits]`", "trl.generation_kwargs", neutral=({},)),
     *without("an agent is a workflow or an environment (docs/agents.md)", "trl.rollout_func", neutral=()),
     *without("replayed groups are always weighted again", "trl.replay_recompute_logps", neutral=(True,)),
     *without("a trainer of one's own: docs/own-functions.md says what may be one's own here", "trainer_cls",

@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens. Log-probs [B, T], mask [B, T] (bool or 0/1). A row with a loss token is a sequence. Weights
 and masks come back as [B, T], are constants (detached) and exactly 0 at masked positions, whatever those hold.
 d = log proximal - log behavior of a token; every exponent is bounded to +-20. A NaN at a loss position lies outside
-every bound: a mask drops it, a truncated weight stays NaN (TRL takes it as no evidence and gives weight 1).
+every bound: a mask drops it, and a truncated weight is NaN (in TRL it is 1).
 
 `mismatch_metrics` and `mismatch_summary` are the diagnostics of these ratios and weights.
 """

@@ -276,11 +276,16 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
 
     @property
     def weight(self) -> Correction:
-        """The importance weight proximal/behavior that multiplies the loss of a token, wherever that is done; none
-        where it is 1."""
+        """The importance weight proximal/behavior of a token's loss, whether the objective or the loss function
+        multiplies by it; "none" where it is always 1."""
         if self.proximal_policy == "behavior" or self.supervised:
             return "none"
         return "token_truncate" if self.loss_traits.weighs else self.correction
+
+    @property
+    def compares_versions(self) -> bool:
+        """Whether the loss tells the policies of a rollout's tokens apart by their versions."""
+        return self.proximal_policy == "snapshot" or self.weight.startswith("segment_")
 
     @property
     def weight_outside(self) -> Correction:

@@ -247,7 +247,7 @@ class Checkpointing:
                 self.changed = True
             else:
                 event_log.begin_file(None)
-        if self.changed:  # replayed records must not be replayed twice, whether the journal is on or not
+        if self.changed:  # a second --resume begins after what was replayed, even where this run writes no journal
             await self.checkpoint()
         event_log.start(self.components.driver)
 

@@ -237,7 +237,8 @@ class EventLog:
     def _new(self, rollout: Rollout, segments: Sequence[Segment], start: int) -> tuple[dict[str, Any], bytes]:
         """Return (fields, data) of tokens that the journal lacks. `segments` begin with token `start` of the rollout.
 
-        If the journal has other tokens ("anew"), all since its start: a failed engine has generated them again.
+        All tokens since the start of the run, marked "anew", where the journal has others: an engine failed and
+        generated them again.
         """
         journaled = self._journaled[rollout]
         differs = (

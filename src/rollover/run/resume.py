@@ -116,8 +116,8 @@ class Resume:
             replay.read(file.records())
         replay.end()
         if isinstance(replay, RollBack):
-            needs_weights = self.config.algorithm.proximal == "snapshot"
-            num = replay.drop_stale(self.config.staleness_bound, needs_weights=needs_weights)
+            needs_versions = self.config.algorithm.compares_versions
+            num = replay.drop_stale(self.config.staleness_bound, needs_versions=needs_versions)
             held_again = replay.of_lost_steps & components.lifecycle.cache.groups.keys()
             components.reuse.on_roll_back(replay.version, held_again)
             why = f", since {', '.join(change.key for change in otherwise)} changed" if otherwise else ""
@@ -208,7 +208,8 @@ NextTask = Callable[[int], tuple[Task, Prompt] | None]
 class Replay:
     """Applies the records of a journal to a run that is new, or restored from the checkpoint where the journal begins.
 
-    Rollouts get the tokens of running pieces when they are parked or finished, or their turn ends, as from an engine.
+    The journal has tokens of running rollouts in pieces. A rollout gets its pieces as segments when a record says
+    that it was parked or finished, or that its turn ended.
 
     `next_task(attempt)`: the next task of that attempt and its prompt. `train(groups, version)` repeats the step at
     trainer `version`; `on_row` is called when its row, and groups dropped before it, are known to be written.
@@ -262,7 +263,8 @@ class Replay:
         """Give back groups of a step that was not trained, and park running rollouts. After the last record."""
         self._return_taken()
         for rollout in self.lifecycle.cache.running():
-            room = self.lifecycle.config.max_new_tokens - 1  # the journal has no stop reason of a full rollout yet
+            # A rollout at max_new_tokens ended, but no record says so: without its last token it can continue, and end.
+            room = self.lifecycle.config.max_new_tokens - 1
             segments = self.tokens.take(rollout, min(self.tokens.num_tokens(rollout), room))
             self._append(rollout, segments, StopReason.PAUSED)
         self.lifecycle.check()
@@ -382,17 +384,18 @@ class RollBack(Replay):
         self.of_lost_versions: set[int] = set()  # ids of groups with tokens of lost versions
         self.of_lost_steps: set[int] = set()  # ids of groups that lost steps had trained
 
-    def drop_stale(self, bound: int, *, needs_weights: bool) -> int:
+    def drop_stale(self, bound: int, *, needs_versions: bool) -> int:
         """Drop groups that cannot be trained within the staleness bound; returns their number. After `end`.
 
-        `needs_weights`: also drop groups with tokens of lost versions, whose weights the trainer would need.
+        `needs_versions`: also drop groups with tokens of lost versions, as training needs the policy of each version:
+        2 S - v may be the version of other tokens.
         """
         cache, config = self.lifecycle.cache, self.lifecycle.config
         if not config.finish_first and bound == config.max_staleness:  # every step enforces the bound itself
             doomed = set(config.expired(cache.groups.values(), self.version))
         else:
             doomed = set(config.excess_groups(cache.groups.values(), self.version, bound))
-        if needs_weights:
+        if needs_versions:
             doomed |= self.of_lost_versions & cache.groups.keys()
         for group_id in sorted(doomed):
             self.lifecycle.drop(group_id, DropReason.ROLLED_BACK)

@@ -2,6 +2,13 @@
 
     policy loss x importance weight x mask + KL to the reference - entropy bonus, aggregated to one number
 
+With the defaults (Decoupled PPO, arXiv 2505.24298), of a token with advantage A that policy mu sampled, where p is the
+policy at the start of the step and pi the current one:
+
+    -min(p / mu, cap) x min(pi / p A, clip(pi / p, 1 - clip_low, 1 + clip_high) A)
+
+Each token has its own mu, so a rollout of several policy versions is no special case.
+
 Rejected tokens (algorithm.rejection) are already out of the masks (streams.py).
 
 Shapes: B samples, T longest response.

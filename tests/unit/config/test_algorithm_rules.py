@@ -134,6 +134,16 @@ def test_the_estimator_of_the_kl_follows_where_it_enters(tmp_path: Path, algorit
     assert of.needs_every_token == of.kl_in_loss, "in the reward it is in the advantages"
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "compares"),
+    [({}, False), ({"correction": "sequence_mask"}, False), ({"correction": "segment_mask"}, True),
+     ({"proximal": "snapshot"}, True), ({"loss": "decoupled", "proximal": "snapshot"}, True)],
+)  # fmt: skip
+def test_losses_that_compare_the_policies_of_a_rollout_s_tokens(algorithm: dict[str, Any], compares: bool) -> None:
+    """After lost steps, --resume drops groups whose versions are not known exactly."""
+    assert AlgorithmConfig(**algorithm).compares_versions == compares
+
+
 # Several minibatches a step: from the second on, the policy is no longer the one that the step began with
 
 MINIBATCHES = TrainConfig(minibatches_per_step=4)

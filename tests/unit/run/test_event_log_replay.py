@@ -229,7 +229,7 @@ def test_after_a_roll_back_every_trained_token_is_in_bound(of: Any) -> None:
     replay.end()
     bound = world.config.staleness_bound(world.publish_every)
     held = set(parts.lifecycle.cache.groups)
-    num = replay.drop_stale(bound, needs_weights=False)
+    num = replay.drop_stale(bound, needs_versions=False)
     ledger = parts.lifecycle.ledger
     assert ledger.dropped[DropReason.ROLLED_BACK].groups == num == len(held) - len(parts.lifecycle.cache.groups)
     parts.lifecycle.check()
@@ -260,14 +260,14 @@ def test_groups_of_lost_weights_are_dropped_if_needed() -> None:
     )
     of = (config, 5, "random", None, 0.0, 0.0, 1, 18, 1)
     kept = {}
-    for needs_weights in (False, True):
+    for needs_versions in (False, True):
         world, parts, version = journaled(*of)
         replay = RollBack(parts, parts.next_task, lambda *_: None, lambda: None)
         replay.read(world.journal.records)
         replay.end()
         assert replay.num_steps > 0 and replay.of_lost_versions
-        replay.drop_stale(2, needs_weights=needs_weights)
-        kept[needs_weights] = set(parts.lifecycle.cache.groups)
+        replay.drop_stale(2, needs_versions=needs_versions)
+        kept[needs_versions] = set(parts.lifecycle.cache.groups)
     assert kept[True] < kept[False] and not kept[True] & replay.of_lost_versions
 
 

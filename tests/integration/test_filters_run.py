@@ -402,11 +402,18 @@ import ctypes, os, threading
 
 def reward(data_source, solution_str, ground_truth, extra_info):
     number = int(ground_truth)
-    if number % 2 == 0 and not os.path.exists(f"faults/{number}"):
-        os.makedirs("faults", exist_ok=True)
-        open(f"faults/{number}", "w").close()
+    if number % 2 == 0 and first(number):
         return (loop, quit, segfault, memory, deadlock, nan, fail)[number // 2 % 7]()
     return sum(c.isdigit() for c in solution_str) / 48
+
+def first(number):
+    # One answer of each task fails, whichever worker is first.
+    os.makedirs("faults", exist_ok=True)
+    try:
+        open(f"faults/{number}", "x").close()
+    except FileExistsError:
+        return False
+    return True
 
 def loop():
     while True:
@@ -445,7 +452,7 @@ def test_training_goes_on_while_rewards_misbehave(tmp_path: Path, capsys, monkey
             "function": f"{tmp_path / 'reward.py'}:reward",
             "num_workers": 2,
             "memory_gb": 1.0,
-            "timeout_s": 3.0,
+            "timeout_s": 6.0,
         },
     )
     (tmp_path / "reward.py").write_text(REWARD)

@@ -63,7 +63,7 @@ class DropReason(enum.Enum):
     STALLED = "stalled"  # by the watchdog: a rollout without a token in time, also after retries
     FAILED = "failed"  # the engine failed at a rollout watchdog.max_failures times
     RESTARTED = "restarted"  # rollouts of an Episode that was restarted; never a whole group
-    ROLLED_BACK = "rolled_back"  # exceeds the staleness bound since steps after a checkpoint were lost
+    ROLLED_BACK = "rolled_back"  # steps were lost: exceeds the staleness bound, or its versions cannot be compared
     BASELINE = "baseline"  # tokens of greedy rollouts of trained groups: a baseline, never trained
     MASKED = "masked"  # tokens of trained groups that left the loss: rollout.on_stale = "mask"
     ABANDONED = "abandoned"  # tokens of rollouts of trained groups whose agent cancelled a call

@@ -284,7 +284,7 @@ class AlgorithmConfig(estimators.Estimation, reference.ReferencePolicy, Table):
 
     @property
     def compares_versions(self) -> bool:
-        """Whether the loss tells the policies of a rollout's tokens apart by their versions."""
+        """Whether training tells the policies of a rollout's tokens apart by their versions."""
         return self.proximal_policy == "snapshot" or self.weight.startswith("segment_")
 
     @property

@@ -237,8 +237,8 @@ class EventLog:
     def _new(self, rollout: Rollout, segments: Sequence[Segment], start: int) -> tuple[dict[str, Any], bytes]:
         """Return (fields, data) of tokens that the journal lacks. `segments` begin with token `start` of the rollout.
 
-        All tokens since the start of the run, marked "anew", where the journal has others: an engine failed and
-        generated them again.
+        Where the journal has other tokens, because an engine failed and generated them again: all tokens since the
+        rollout was started or resumed, marked "anew".
         """
         journaled = self._journaled[rollout]
         differs = (

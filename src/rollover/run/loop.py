@@ -82,7 +82,6 @@ class Run:
         self.evaluator = Evaluator(context, self.pipeline)
         stateful = stateful_components(components, self.producer)
         self.checkpointing = Checkpointing(context, stateful, self.event_log, self.pipeline)
-        # The event log writes what a resumed run reads; the others report.
         components.lifecycle.listeners = [
             components.lifetimes.on_event,
             components.trace.on_event,

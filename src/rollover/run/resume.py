@@ -116,8 +116,8 @@ class Resume:
             replay.read(file.records())
         replay.end()
         if isinstance(replay, RollBack):
-            needs_versions = self.config.algorithm.compares_versions
-            num = replay.drop_stale(self.config.staleness_bound, needs_versions=needs_versions)
+            compares_versions = self.config.algorithm.compares_versions
+            num = replay.drop_stale(self.config.staleness_bound, compares_versions=compares_versions)
             held_again = replay.of_lost_steps & components.lifecycle.cache.groups.keys()
             components.reuse.on_roll_back(replay.version, held_again)
             why = f", since {', '.join(change.key for change in otherwise)} changed" if otherwise else ""
@@ -384,18 +384,18 @@ class RollBack(Replay):
         self.of_lost_versions: set[int] = set()  # ids of groups with tokens of lost versions
         self.of_lost_steps: set[int] = set()  # ids of groups that lost steps had trained
 
-    def drop_stale(self, bound: int, *, needs_versions: bool) -> int:
+    def drop_stale(self, bound: int, *, compares_versions: bool) -> int:
         """Drop groups that cannot be trained within the staleness bound; returns their number. After `end`.
 
-        `needs_versions`: also drop groups with tokens of lost versions, as training needs the policy of each version:
-        2 S - v may be the version of other tokens.
+        `compares_versions`: also drop groups with tokens of lost versions, as training tells policies apart by their
+        versions, and 2 S - v may be the version of other tokens.
         """
         cache, config = self.lifecycle.cache, self.lifecycle.config
         if not config.finish_first and bound == config.max_staleness:  # every step enforces the bound itself
             doomed = set(config.expired(cache.groups.values(), self.version))
         else:
             doomed = set(config.excess_groups(cache.groups.values(), self.version, bound))
-        if needs_versions:
+        if compares_versions:
             doomed |= self.of_lost_versions & cache.groups.keys()
         for group_id in sorted(doomed):
             self.lifecycle.drop(group_id, DropReason.ROLLED_BACK)

@@ -4,7 +4,8 @@ A policy loss declares a stream by a parameter `<stream>_BT`; terms of [algorith
 new stream is one entry of `STREAMS`. The trainer adds the streams to the samples; passes.py makes tensors of them.
 
     start_logprobs      under the weights at the start of the step, whatever algorithm.proximal is
-    proximal_logprobs   as algorithm.proximal says; absent in a step of one update, whose forward pass computes them
+    proximal_logprobs   as algorithm.proximal says; with step_start absent in the first update of a step, whose own
+                        forward pass computes the same numbers
     old_logprobs        denominator of the loss's ratio: the proximal log-probs, always present
     weights             1 / mean importance weight of the step (algorithm.correction_normalize)
                         x whether the token is in the top_entropy_share of its minibatch

@@ -395,7 +395,7 @@ class Trainer:
         """Add the other streams that the loss reads, all under the weights of the step's start or kept ones."""
         epochs = self.config.epochs_per_step
         for name in self.streams:
-            # In the first update the forward pass itself computes the streams of the current policy.
+            # The first update computes a current stream in its own forward pass: only later updates read it.
             skip = 1 if self._is_current(name) and epochs == 1 else 0
             if not (self._is_current(name) and len(minibatches) * epochs == 1):
                 minibatches = [*minibatches[:skip], *self._with_stream(name, minibatches[skip:])]

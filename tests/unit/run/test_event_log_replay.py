@@ -229,7 +229,7 @@ def test_after_a_roll_back_every_trained_token_is_in_bound(of: Any) -> None:
     replay.end()
     bound = world.config.staleness_bound(world.publish_every)
     held = set(parts.lifecycle.cache.groups)
-    num = replay.drop_stale(bound, needs_versions=False)
+    num = replay.drop_stale(bound, compares_versions=False)
     ledger = parts.lifecycle.ledger
     assert ledger.dropped[DropReason.ROLLED_BACK].groups == num == len(held) - len(parts.lifecycle.cache.groups)
     parts.lifecycle.check()
@@ -253,21 +253,21 @@ def test_lost_version_keeps_its_distance_after_roll_back() -> None:
                 assert staleness(label, trainer) == away
 
 
-def test_groups_of_lost_weights_are_dropped_if_needed() -> None:
-    """With proximal = "snapshot" the trainer needs the weights of every version that it trains."""
+def test_groups_of_lost_versions_are_dropped_where_the_loss_compares_them() -> None:
+    """With proximal = "snapshot", or a segment correction, a version must name one policy."""
     config = RolloutConfig(
         groups_per_step=2, group_size=2, in_flight_groups=6, max_staleness=2, interrupt="when_enough"
     )
     of = (config, 5, "random", None, 0.0, 0.0, 1, 18, 1)
     kept = {}
-    for needs_versions in (False, True):
+    for compares_versions in (False, True):
         world, parts, version = journaled(*of)
         replay = RollBack(parts, parts.next_task, lambda *_: None, lambda: None)
         replay.read(world.journal.records)
         replay.end()
         assert replay.num_steps > 0 and replay.of_lost_versions
-        replay.drop_stale(2, needs_versions=needs_versions)
-        kept[needs_versions] = set(parts.lifecycle.cache.groups)
+        replay.drop_stale(2, compares_versions=compares_versions)
+        kept[compares_versions] = set(parts.lifecycle.cache.groups)
     assert kept[True] < kept[False] and not kept[True] & replay.of_lost_versions
 
 
